@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -29,6 +30,9 @@ for _name in ("COLUMNS", "LINES"):  # of a terminal, or of what runs the tests
     os.environ.pop(_name, None)
 
 profiles.register()
+
+# Until all tests are collected: nothing of that is garbage.
+gc.disable()
 
 _HERE = Path(__file__).parent
 _API = _HERE / "tests/api"
@@ -71,23 +75,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     all processes of the tests are busy to the end; first of all those that mostly wait for an
     engine to notice a death.
     """
+    folders = {path: frozenset(path.parents) for path in {item.path for item in items}}
     items.sort(
         key=lambda item: (
             _joins_a_job(item.nodeid),
-            _DEATHS not in item.path.parents,
-            _API in item.path.parents,
+            _DEATHS not in folders[item.path],
+            _API in folders[item.path],
         )
     )
     for item in items:
-        if not _is_quick(item):
+        if not _is_quick(item, folders[item.path]):
             item.add_marker("thorough")
 
 
-def _is_quick(item: pytest.Item) -> bool:
+def _is_quick(item: pytest.Item, folders: frozenset[Path]) -> bool:
     """Whether `make test` runs it, too: the public API on one runtime, and all that takes neither
     jobs nor processes; of the other folders what has the mark ``quick``.
     """
-    if not _QUICK.isdisjoint(item.path.parents):
+    if not _QUICK.isdisjoint(folders):
         callspec = getattr(item, "callspec", None)
         return callspec is None or callspec.params.get("runtime", "local") == "local"
     return item.get_closest_marker("quick") is not None
@@ -105,6 +110,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
             file = nodeid.partition("::")[0]
             return f"monarch: {file}" if _joins_a_job(nodeid) else file
 
+        def _reschedule(self, node: Any) -> None:
+            # A process that replaces one that died gets nothing before it has told its tests;
+            # xdist fails when two die soon after each other.
+            if node in self.registered_collections:
+                super()._reschedule(node)
+
     config.option.loadscopereorder = False
     return ByFile(config, log)
 
@@ -113,6 +124,11 @@ def pytest_collection_finish() -> None:
     """Importing Monarch makes it the default runtime: only tests do, never their modules."""
     if "monarch" in sys.modules:
         raise pytest.UsageError("a test module imports monarch when it is collected")
+    # What torch and the tests themselves are made of stays to the end: without it, the hundreds of
+    # collections that tests ask for take a few milliseconds each, not a hundred.
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 def _joins_a_job(nodeid: str) -> bool:

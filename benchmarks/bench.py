@@ -33,6 +33,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from scenarios import (
     full_memory,
+    libraries,
     monarch_jobs,
     networks,
     overheads,
@@ -66,6 +67,7 @@ SCENARIOS: dict[str, Callable[[Bench], list[Metric]]] = {
     "partial": publishing.partial,
     "cast": publishing.cast,
     "networks": networks.networks,
+    "libraries": libraries.libraries,
     "spilling": full_memory.spilling,
     "references": references.references,
     "small": overheads.small,
@@ -252,6 +254,7 @@ def run(
             **bench.facts,
         },
         "scenarios": states,
+        "left_out": bench.left_out,
         "mismatches": bench.wrong,
         "processes": [{"pid": pid, "name": name} for pid, name in workers.started.items()],
         "servers": workers.servers,
@@ -285,6 +288,8 @@ def show(
     for name, state in report["scenarios"].items():
         if state["error"]:
             console.print(f"[bold red]{name} failed[/]: {escape(state['error'])}")
+    for name, why in report["left_out"].items():
+        console.print(f"not measured: {name}, because {why}")
     if report["left_behind"]:
         console.print(f"[bold red]servers left behind[/]: {report['left_behind']}")
     wrong = report["mismatches"]

@@ -11,6 +11,7 @@ from measured.checkpoints import Checkpoints
 from measured.dicts import Dicts
 from measured.full_memory.spilling import MoreThanMemory
 from measured.jobs import Job
+from measured.libraries.beside import BesideLibrary
 from measured.many_keys import ManyKeys
 from measured.mapped import MappedTensors
 from measured.network.loopback import OverNetwork
@@ -40,6 +41,7 @@ def main(loop: str) -> None:
             "references": References(stores.run),
             "volumes": SeveralVolumes(stores.run),
             "network": OverNetwork(stores.run),
+            "libraries": BesideLibrary(stores.run),
             "networks": BetweenNetworks(stores.run, dicts),
             "spilling": MoreThanMemory(stores.run),
             "job": job,

@@ -12,24 +12,36 @@ import atexit
 import contextlib
 import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
-from typing import IO
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import IO, Any
 
-__all__ = ["Script", "fork_server", "run_script", "stop_fork_server"]
+__all__ = [
+    "Program",
+    "Script",
+    "fork",
+    "fork_server",
+    "run_program",
+    "run_script",
+    "stop_fork_server",
+]
 
 
 def fork_server() -> ForkServerContext:
     """A context of ``multiprocessing`` whose server runs."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torchstore_core.api"])
+    context.set_forkserver_preload(["torch", "torchstore_core.api", "tests.frozen"])
     hidden = {name: os.environ.pop(name) for name in [*os.environ] if name.startswith("TORCHSTORE")}
     try:
         forkserver.ensure_running()
@@ -41,6 +53,145 @@ def fork_server() -> ForkServerContext:
 def stop_fork_server() -> None:
     """Otherwise it lives as long as this process."""
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
+
+
+def fork(
+    function: Callable[..., None],
+    *args: Any,
+    files: Mapping[int, int],
+    environment: Mapping[str, str],
+) -> BaseProcess:
+    """A process of the fork server that runs ``function(*args)``, as a new interpreter would.
+
+    Args:
+        function: of a module; what it registers with ``atexit`` runs after it.
+        args: what can be pickled.
+        files: descriptors of this process, by the numbers that they get there.
+        environment: all of its variables; ``PYTHONPATH`` among them counts.
+    """
+    ends = {number: Connection(os.dup(fd)) for number, fd in files.items()}
+    process = fork_server().Process(target=_begin, args=(function, args, {**environment}, ends))
+    try:
+        process.start()
+    finally:
+        for end in ends.values():
+            end.close()
+    return process
+
+
+def _begin(
+    function: Callable[..., None],
+    args: Sequence[Any],
+    environment: dict[str, str],
+    ends: dict[int, Connection],
+) -> None:
+    for number, end in ends.items():
+        os.dup2(end.fileno(), number)
+        end.close()
+    os.environ.clear()
+    os.environ.update(environment)
+    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [path for path in paths if path and path not in sys.path]
+    # That of the fork server's own processes is no choice of the program.
+    multiprocessing.set_start_method(None, force=True)
+    try:
+        function(*args)
+    finally:
+        atexit._run_exitfuncs()
+
+
+class Program:
+    """``python PATH ARGUMENTS`` by a process of the fork server, in a session of its own. It is
+    used like a ``subprocess.Popen`` with pipes of bytes for its input and output.
+    """
+
+    def __init__(self, path: str | Path, *arguments: str, environment: Mapping[str, str]) -> None:
+        stdin, ours_in = os.pipe()
+        ours_out, stdout = os.pipe()
+        try:
+            self._process = fork(
+                _run_path,
+                [str(path), *arguments],
+                os.getcwd(),
+                files={0: stdin, 1: stdout, 2: 2},
+                environment=environment,
+            )
+        finally:
+            os.close(stdin)
+            os.close(stdout)
+        self.stdin = open(ours_in, "wb")  # noqa: SIM115
+        self.stdout = open(ours_out, "rb")  # noqa: SIM115
+        self.pid = int(self._process.pid or 0)
+        self._read: list[bytes] = []
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        status = self._process.exitcode
+        if status is None:
+            raise TimeoutError(f"process {self.pid} has not ended within {timeout} s")
+        return status
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def communicate(self, timeout: float | None = None) -> tuple[bytes, None]:
+        """End its input, and wait; all that it has said since the last line that was read."""
+        with contextlib.suppress(BrokenPipeError):
+            self.stdin.close()
+        if not self.stdout.closed:
+            thread = threading.Thread(target=lambda: self._read.append(self.stdout.read()))
+            thread.start()
+            self.wait(timeout)
+            thread.join()
+            self.stdout.close()
+        return b"".join(self._read), None
+
+
+async def run_program(
+    path: str | Path,
+    *arguments: str,
+    directory: str | Path = ".",
+    environment: Mapping[str, str] = os.environ,
+    timeout: float = 60.0,
+) -> tuple[int, str, str]:
+    """``python PATH ARGUMENTS`` in a directory, by a process of the fork server.
+
+    Returns:
+        Its exit status, and what it wrote to its output and to its standard error.
+    """
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = fork(
+            _run_path,
+            [str(path), *arguments],
+            str(directory),
+            files={1: out.fileno(), 2: err.fileno()},
+            environment=environment,
+        )
+        try:
+            await asyncio.to_thread(process.join, timeout)
+            status = process.exitcode
+            assert status is not None, f"{path} has not ended:\n{_text(err)}"
+        finally:
+            process.kill()
+            process.join()
+        return status, _text(out), _text(err)
+
+
+def _run_path(command: list[str], directory: str) -> None:
+    os.setsid()
+    os.chdir(directory)
+    sys.argv[:] = command
+    sys.path.insert(0, str(Path(command[0]).parent))
+    # A process of the fork server has none but the null device.
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    runpy.run_path(command[0], run_name="__main__")
 
 
 class Script:
@@ -122,12 +273,9 @@ class _Fresh:
 
 class _Forked:
     def __init__(self, source: str, out: IO[str], err: IO[str]) -> None:
-        ends = [Connection(os.dup(file.fileno()), readable=False) for file in (out, err)]
-        self._process = fork_server().Process(target=_run, args=(source, {**os.environ}, *ends))
-        self._process.start()
+        files = {1: out.fileno(), 2: err.fileno()}
+        self._process = fork(_run, source, files=files, environment=os.environ)
         self.pid = int(self._process.pid or 0)
-        for end in ends:
-            end.close()
 
     def wait(self, timeout: float) -> int | None:
         self._process.join(timeout)
@@ -138,12 +286,7 @@ class _Forked:
         self._process.join()
 
 
-def _run(source: str, environment: dict[str, str], out: Connection, err: Connection) -> None:
-    os.dup2(out.fileno(), 1)
-    os.dup2(err.fileno(), 2)
-    os.environ.clear()
-    os.environ.update(environment)
+def _run(source: str) -> None:
     # What the script defines is of no module that can be imported.
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     exec(compile(source, "<script>", "exec"), main.__dict__)
-    atexit._run_exitfuncs()

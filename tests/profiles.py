@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 
-__all__ = ["few", "many", "register"]
+__all__ = ["each", "few", "many", "register"]
 
 _EXAMPLES = {"quick": 50, "ci": 100, "soak": 2000}
 
@@ -27,6 +27,11 @@ def register() -> None:
 def many() -> settings:
     """For hostile bytes: an example takes next to nothing, and few of them get far."""
     return settings(max_examples=4 * settings().max_examples)
+
+
+def each() -> settings:
+    """For what is repeated for every message, through the same code."""
+    return settings(max_examples=settings().max_examples // 4)
 
 
 def few() -> settings:

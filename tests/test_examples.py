@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.processes import run_program
 from tests.support import until
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -299,7 +300,6 @@ async def test_ranks_of_torchrun_read_back_in_another_layout() -> None:
     ],
 )
 async def test_senseless_arguments_are_refused(name: str, arguments: tuple[str, str]) -> None:
-    with example(name, *arguments) as process:
-        status, _, err = await output(process)
+    status, _, err = await run_program(EXAMPLES / name, *arguments)
     assert status == 2
     assert "at least 1" in err

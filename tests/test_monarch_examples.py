@@ -14,6 +14,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from tests.processes import run_program
 from tests.support import until
 from tests.test_examples import EXAMPLES, left_over
 
@@ -103,7 +104,7 @@ async def test_weights_that_are_not_those_of_their_checksum_are_noticed() -> Non
     ],
 )
 async def test_senseless_arguments_are_refused(program: Path, arguments: tuple[str, str]) -> None:
-    status, _, err = await run(program, *arguments)
+    status, _, err = await run_program(program, *arguments)
     assert status == 2
     assert "at least" in err
 

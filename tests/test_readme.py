@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.processes import run_program
 
 import torchstore_core as ts
 
@@ -43,21 +41,9 @@ PROGRAMS = [program for document in WITH_PROGRAMS for program in programs(docume
 async def test_programs_print_what_it_says(code: str, printed: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"  # a file: spawned children import it
     program.write_text(code)
-    process = subprocess.Popen(
-        [sys.executable, str(program)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-    )
-    try:
-        out, err = await asyncio.to_thread(process.communicate, timeout=60)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 0, err
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    status, out, err = await run_program(program, directory=tmp_path, environment=environment)
+    assert status == 0, err
     assert not err
     assert printed
     assert out == printed

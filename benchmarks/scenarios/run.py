@@ -31,6 +31,8 @@ class Bench:
     progress: Callable[[int, int, str], None] = lambda done, total, what: None
     wrong: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
+    # What was not measured, and why.
+    left_out: dict[str, str] = field(default_factory=dict)
     floors: list[Metric] = field(default_factory=list)
 
     @property

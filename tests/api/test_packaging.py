@@ -83,6 +83,26 @@ def test_importing_the_package_does_not_import_torch():
     assert out == "False\n"
 
 
+@pytest.mark.parametrize("collects", [True, False])
+def test_loading_the_api_collects_no_garbage_and_makes_no_decoder(collects: bool):
+    out = _python(
+        "import gc, json, torch, torchstore_core as ts\n"
+        f"gc.enable() if {collects} else gc.disable()\n"
+        "gc.set_threshold(1, 1, 1)\n"
+        "runs = [one['collections'] for one in gc.get_stats()]\n"
+        "ts.put\n"
+        "enabled = gc.isenabled()\n"
+        "gc.disable()\n"
+        "from torchstore_core.wire import framing\n"
+        "made = sorted(n for n in vars(framing) if n.startswith('decode_'))\n"
+        "print(json.dumps([enabled, gc.get_stats()[2]['collections'] - runs[2], made]))\n"
+    )
+    enabled, full, made = json.loads(out)
+    assert enabled is collects
+    assert full <= 2  # before and after; each of the modules would be the cause of many
+    assert made == []
+
+
 ROOMS = ("server", "contracts", "wire", "machine", "plugins", "reports")
 
 

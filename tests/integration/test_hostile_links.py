@@ -45,8 +45,7 @@ async def test_data_that_is_replaced_during_the_copy_harms_nobody(what: str, cou
             pass
         await ts.shutdown()
         print("alive")
-        """,
-        fresh=True,
+        """
     )
     assert printed.split() == ["alive"]
 

@@ -23,8 +23,10 @@ import torchstore_core as ts
 from torchstore_core.clients.transfer import executor
 from torchstore_core.clients.transfer.moves import get_batches
 from torchstore_core.clients.transfer.targets import Results, plain_targets
+from torchstore_core.clients.values import plain
 from torchstore_core.clients.values.plain import look
 from torchstore_core.contracts.transport import LinkContext, Segment, ServerContext
+from torchstore_core.machine import copying
 from torchstore_core.machine.topology import probe
 from torchstore_core.server.memory.segment import open_memory
 from torchstore_core.values import TensorMeta
@@ -126,6 +128,58 @@ async def test_any_mixture(client: ts.Client, kinds: list[str]) -> None:
             assert same(comparable(place[key]), value), key
             assert same(comparable(old[key]), value), key
             assert old[key]._version > before[key] or not old[key].numel(), key
+
+
+@by_link
+@pytest.mark.parametrize("odd", ["plain", "half", "parameter", "inference", "transposed", "large"])
+@pytest.mark.parametrize("compiled", [True, False])
+async def test_one_that_is_odd_among_many(
+    client: ts.Client, odd: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether all of them go in columns, or one of them prevents that, the same comes back."""
+    if not compiled:
+        monkeypatch.setattr(plain, "_look", plain._nothing)
+        monkeypatch.setattr(copying, "_copy_columns", None)
+    values = {f"k{at}": torch.arange(1500.0).view(30, 50) + at for at in range(60)}
+    values["k7"] = VALUES[odd](values["k7"])
+    await client.put_batch(values)
+    await client.put_state_dict(values, "d")
+    for what in ("new", "own"):
+        into = {key: torch.zeros(v.shape, dtype=v.dtype) for key, v in values.items()}
+        batch = await client.get_batch(into if what == "own" else list(values))
+        dict_ = await client.get_state_dict("d", into if what == "own" else None)
+        assert list(batch) == list(dict_) == list(values)
+        for key, value in values.items():
+            assert same(batch[key], value), key
+            assert same(dict_[key], value), key
+        if what == "own":
+            assert all(batch[key] is into[key] for key in into)
+            assert [tensor._version for tensor in into.values()] == [2] * 60
+    report = ts.StateDictReport()
+    into["k9"] = torch.zeros(3)
+    with pytest.raises(ts.LayoutMismatchError, match="'k9' is stored as"):
+        await client.get_state_dict("d", into | {"k3": torch.zeros(30, 50)})
+    fewer = {key: tensor for key, tensor in into.items() if key not in ("k9", "k8")}
+    fewer["k77"] = torch.zeros(2)
+    await client.get_state_dict("d", fewer, strict=False, report=report)
+    assert (report.missing, sorted(report.unexpected)) == (["k77"], ["k8", "k9"])
+    with pytest.raises(ts.KeyNotFoundError):
+        await client.get_batch(fewer)
+
+
+@by_link
+async def test_destinations_that_share_memory(client: ts.Client) -> None:
+    """Of a batch each is written, of a state dict they are filled from the first."""
+    values = {f"k{at}": torch.full((20,), float(at)) for at in range(60)}
+    await client.put_batch(values)
+    await client.put_state_dict(values, "d")
+    into = {key: torch.zeros(20) for key in values}
+    into["k50"] = into["k2"]
+    await client.get_state_dict("d", into)
+    assert [tensor[0].item() for tensor in into.values()] == [*range(50), 2, *range(51, 60)]
+    await client.get_batch(into)
+    assert into["k3"][0] == 3
+    assert into["k2"][0] in (2, 50)
 
 
 @by_link
@@ -236,10 +290,10 @@ async def test_destinations_that_change_between_the_check_and_the_copy(
     meta = TensorMeta("float32", (40, 40))
     entries = [m.Entry(1, meta, 6400, None, m.Grant(0, 0, SIZE - 6400 * (9 - i))) for i in range(9)]
     keys = [f"k{i}" for i in range(9)]
-    plain = [one for one in plain_targets(keys, entries, range(9), into, [None] * 9) if one]
-    assert len(plain) == 9
+    whole = [one for one in plain_targets(keys, entries, range(9), into, [None] * 9) if one]
+    assert len(whole) == 9
     do(into[3])
-    (batch,) = get_batches([], Results(), plain)
+    (batch,) = get_batches([], Results(), whole)
     if error:
         with pytest.raises(ts.UnsupportedValueError, match=error):
             await executor.by_link(made, batch)

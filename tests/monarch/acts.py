@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import torchstore_core as ts
 from torchstore_core.clients.stores import table as stores
@@ -28,20 +25,16 @@ __all__ = [
     "explain",
     "failures",
     "get",
-    "get_dtensor",
     "get_shape",
     "held_sum",
     "initialize",
     "initialize_on_hosts",
     "initialize_on_workers",
     "initialize_on_workers_hosts",
-    "join_group",
     "keys",
     "kill",
-    "leave_group",
     "pid",
     "put",
-    "put_dtensor",
     "put_ones",
     "put_ones_and_hold",
     "put_tensors",
@@ -57,7 +50,6 @@ __all__ = [
 ]
 
 SMALL: dict[str, Any] = {"capacity": 256 << 20, "prefault": 0}
-MESH = (4, 6)
 
 
 async def initialize(arguments: Mapping[str, Any] | None = None) -> str:
@@ -237,36 +229,3 @@ async def store_maps() -> int:
     maps = Path("/proc/self/maps").read_text().count("memfd:torchstore")
     fds = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     return maps + sum("memfd:torchstore" in fd for fd in fds)
-
-
-# ---- DTensors -----------------------------------------------------------------------------
-
-
-async def join_group(rank: int, size: int, path: str) -> None:
-    """Make the workers a gloo group."""
-    dist.init_process_group("gloo", store=dist.FileStore(path, size), rank=rank, world_size=size)
-
-
-async def leave_group() -> None:
-    dist.destroy_process_group()
-
-
-def whole() -> torch.Tensor:
-    """The DTensor's values."""
-    return torch.arange(24.0).reshape(MESH)
-
-
-async def put_dtensor(key: str, dim: int) -> None:
-    """Sharded along ``dim`` over all workers."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    await ts.put(key, distribute_tensor(whole(), mesh, [Shard(dim)]))
-
-
-async def get_dtensor(key: str, dim: int | None) -> bool:
-    """Into one sharded along ``dim`` (None: replicated); whether this rank's part is right."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    placement = Replicate() if dim is None else Shard(dim)
-    mine: DTensor = distribute_tensor(torch.zeros(MESH), mesh, [placement])
-    await ts.get(key, mine)
-    expected = distribute_tensor(whole(), mesh, [placement])
-    return torch.equal(mine.to_local(), expected.to_local())

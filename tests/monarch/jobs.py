@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tests.processes import fork
 from tests.support import free_port
 
 __all__ = ["Function", "Job", "python_path", "running"]
@@ -90,20 +91,15 @@ class Job:
             for i, address in enumerate(addresses)
         ]
         ours, theirs = socket.socketpair()
-        with theirs:
-            self._root = self._popen(
-                [
-                    sys.executable,
-                    "-c",
-                    "import sys; from tests.monarch.root import main\n"
-                    "main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])",
-                    str(theirs.fileno()),
-                    str(workers),
-                    transport,
-                    *addresses,
-                ],
-                {},
-                pass_fds=(theirs.fileno(),),
+        with open(self._base / "output", "ab") as output, Connection(theirs.detach()) as pipe:
+            self._root = fork(
+                _root,
+                pipe,
+                workers,
+                transport,
+                addresses,
+                files={1: output.fileno(), 2: output.fileno()},
+                environment=self._environment,
             )
         self._pipe = Connection(ours.detach())
         self._ids = itertools.count()
@@ -131,7 +127,7 @@ class Job:
     @property
     def pid(self) -> int:
         """Of the root client."""
-        return self._root.pid
+        return int(self._root.pid or 0)
 
     def host_pids(self) -> list[int]:
         """Of the emulated hosts' own processes."""
@@ -142,6 +138,8 @@ class Job:
         return {pid for pid in running() if self._owns(pid)}
 
     def _owns(self, pid: int) -> bool:
+        if pid == self.pid:  # forked: what the system knows of its environment is another's
+            return True
         try:
             return f"{_MARK}={self.mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
         except OSError:
@@ -201,7 +199,7 @@ class Job:
 
     def ended(self) -> int | None:
         """The root client's exit status; None: it runs."""
-        return self._root.poll()
+        return self._root.exitcode
 
     def __enter__(self) -> Job:
         return self
@@ -213,9 +211,8 @@ class Job:
 
     def close(self) -> None:
         """End everything. Idempotent."""
-        if self._root.poll() is None:
-            self._root.kill()
-        self._root.wait()
+        self._root.kill()
+        self._root.join()
         for host in self._hosts:
             host.kill()
             host.wait()
@@ -227,6 +224,13 @@ class Job:
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)
         shutil.rmtree(self._base, ignore_errors=True)
+
+
+def _root(pipe: Connection, workers: int, transport: str, addresses: Sequence[str]) -> None:
+    from tests.monarch.root import main  # imports Monarch
+
+    os.chdir(_REPOSITORY)
+    main(pipe, workers, transport, addresses)
 
 
 def running() -> set[int]:

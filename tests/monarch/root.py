@@ -56,12 +56,12 @@ HERE = _Here()
 HERE.failures = []
 
 
-def main(fd: int, workers: int, transport: str, addresses: Sequence[str]) -> None:
-    """Serve the pipe ``fd`` until it closes."""
+def main(pipe: Connection, workers: int, transport: str, addresses: Sequence[str]) -> None:
+    """Serve the pipe until it closes."""
     monarch.actor.unhandled_fault_hook = _note
     if addresses:
         enable_transport(transport or ChannelTransport.TcpWithLocalhost)
-    asyncio.run(_serve(Connection(fd), workers, addresses))
+    asyncio.run(_serve(pipe, workers, addresses))
 
 
 def _note(failure: MeshFailure) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,6 +86,14 @@ class Child:
         await asyncio.to_thread(self._process.join, timeout)
         assert self._process.exitcode is not None, f"child {self.pid} did not end"
         return self._process.exitcode
+
+    def last_words(self) -> Iterator[Any]:
+        """``kill -9``, and what it had said before."""
+        self._process.kill()
+        self._process.join()
+        with contextlib.suppress(EOFError):
+            while self._pipe.poll():
+                yield self._pipe.recv()
 
     def kill(self) -> None:
         """``kill -9``, if it still runs."""

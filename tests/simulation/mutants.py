@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 
@@ -11,6 +11,7 @@ from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.catalog import Catalog
 from torchstore_core.server.index.generations import Generation
 from torchstore_core.server.index.records import Manifest, SessionRecord, Txn
+from torchstore_core.server.index.references.holds import Holds
 from torchstore_core.server.memory.detached_sessions import DetachedSessions
 from torchstore_core.server.serving.conversation import Conversation
 from torchstore_core.wire import messages as m
@@ -101,6 +102,64 @@ def _forgets_leases_of_a_lost_relay(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DetachedSessions, "detach", detach)
 
 
+def _counts_late(patch: pytest.MonkeyPatch) -> None:
+    """What is sent counts as in flight only when the loop has turned once more."""
+    lend = Holds.lend
+
+    def late(self: Holds, session: SessionRecord, ident: int, number: int) -> None:
+        asyncio.get_running_loop().call_soon(lend, self, session, ident, number)
+
+    patch.setattr(Holds, "lend", late)
+
+
+def _releases_twice(patch: pytest.MonkeyPatch) -> None:
+    """A reference that is dropped counts for two."""
+    unhold = Holds.unhold
+
+    def twice(self: Holds, session: SessionRecord, idents: Iterable[int]) -> None:
+        held = [session.holds[one].version for one in idents if one in session.holds]
+        unhold(self, session, idents)
+        for version in held:
+            if version.count:
+                self._end(version)
+
+    patch.setattr(Holds, "unhold", twice)
+
+
+def _has_no_grace(patch: pytest.MonkeyPatch) -> None:
+    """What is in flight ends with its sender."""
+    ended = Holds.session_ended
+
+    def at_once(self: Holds, session: SessionRecord) -> None:
+        self._grace_s, grace_s = 0.0, self._grace_s
+        ended(self, session)
+        self._grace_s = grace_s
+
+    patch.setattr(Holds, "session_ended", at_once)
+
+
+def _ignores_what_the_dead_received(patch: pytest.MonkeyPatch) -> None:
+    """The claim of a process that has died since changes nothing."""
+    claim = Holds.claim
+
+    def ignored(self: Holds, session: SessionRecord, request: m.Claim) -> None:
+        if session.closed is None:
+            claim(self, session, request)
+
+    patch.setattr(Holds, "claim", ignored)
+
+
+def _forgets_what_overtakes(patch: pytest.MonkeyPatch) -> None:
+    """A child that is read before its parent inherits nothing."""
+    adopt = Holds.adopt
+
+    def only_known(self: Holds, session: SessionRecord, number: int) -> None:
+        if number in self._tickets:
+            adopt(self, session, number)
+
+    patch.setattr(Holds, "adopt", only_known)
+
+
 #: By what it does wrong.
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "drops a lease one message early": _drops_a_lease_early,
@@ -110,4 +169,9 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "settles a partial version before its base": _settles_before_the_base,
     "frees memory that may still be written": _frees_what_may_still_be_written,
     "forgets the leases of a lost relay": _forgets_leases_of_a_lost_relay,
+    "counts a reference in flight late": _counts_late,
+    "releases a reference twice": _releases_twice,
+    "keeps no reference in flight when its sender is gone": _has_no_grace,
+    "ignores what a dead process has received": _ignores_what_the_dead_received,
+    "forgets a fork whose child is read first": _forgets_what_overtakes,
 }

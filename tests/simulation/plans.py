@@ -21,7 +21,8 @@ class Operation:
     Args:
         number: of the operation, in its plan. What it puts is marked with it.
         kind: put, get, delete, wait, versions, exists; of state dicts publish and fetch; shard
-            puts one of the boxes of a tensor.
+            puts one of the boxes of a tensor; of references object, hold, read, send, drop, fork
+            and free.
         keys: what it is about.
         lines: how many cache lines each value has; 0: it is small and travels inside messages.
         version: to get, to put, or to wait for; 0: the newest, or the next.
@@ -30,9 +31,12 @@ class Operation:
             ``KEPT``, if it never does while its process lives.
         spare: gives back over the liveness connection.
         strict: of a delete.
+        kills: who receives the reference that is sent is killed at that moment.
         names: the entries that a participant puts of a state dict; "all" is one that all put.
         participants: how many of them make a version together.
         partial, keep: see ``messages.Publication``.
+        which: of the references that its process has then.
+        to: the client that a reference is sent to.
     """
 
     number: int
@@ -48,11 +52,15 @@ class Operation:
     participants: int = 0
     partial: bool = False
     keep: int = 0
+    which: int = 0
+    to: int = 0
+    kills: bool = False
 
     def __str__(self) -> str:
         more = f" version {self.version}" if self.version else ""
         more += " partial" if self.partial else ""
         more += f" names={','.join(self.names)} of {self.participants}" if self.names else ""
+        more += f" to client {self.to}" if self.kind == "send" else ""
         sizes = f" lines={list(self.lines)}" if self.lines else ""
         return f"#{self.number} {self.kind} {','.join(self.keys)}{more}{sizes}"
 
@@ -90,6 +98,7 @@ class Plan:
         relayed: the clients that come over a relay, as long as it works.
         copies: how many of each value there are, on volumes of their own.
         slots: how many operations of one client run at the same time.
+        refers: whether there are references, so that time counts, see :mod:`.references`.
     """
 
     capacities: tuple[int, ...]
@@ -101,6 +110,7 @@ class Plan:
     relayed: tuple[int, ...] = ()
     copies: int = 1
     keys: tuple[str, ...] = field(default=KEYS)
+    refers: bool = False
 
     @property
     def size(self) -> int:
@@ -114,27 +124,33 @@ def plan_of(source: random.Random) -> Plan:
     clients = pick((2, 2, 3, 4))
     total = pick((12, 20, 30, 45))
     scripts: list[list[Operation]] = [[] for _ in range(clients)]
-    flavour = pick(("keys", "keys", "dicts", "shards"))
-    keys = KEYS[: pick((1, 1, 2, 3))] if flavour == "keys" else (flavour,)
-    make = _keys if flavour == "keys" else _joint
+    flavour = pick(("keys", "keys", "dicts", "shards", "refs"))
+    refers = flavour == "refs"
+    plain = refers or flavour == "keys"
+    keys = KEYS[: pick((1, 1, 2, 3))] if plain else (flavour,)
+    make = _references if refers else _keys if plain else _joint
     inline = pick((0.0, 0.3, 0.9))
     relayed = tuple([at for at in range(clients) if chance() < 0.6]) if chance() < 0.2 else ()
+    if refers:  # what is under way is lost with a relay, and so is what it says of references
+        relayed = ()
     holds = (0, KEPT) if relayed else (0, 0, 1, 3)
     make(source, keys, scripts, total, inline, holds)
     faults: list[Fault] = []
     travels = chance() < 0.3
     for number in range(1, 1 + pick((0, 2, 6, 12) if travels else (0, 0, 1, 3, 6))):
         kind = pick(("crash", "cut", "cancel", "cancel", "cancel", "cancel"))
+        if refers and chance() < 0.4:
+            kind = "crash"
         at = source.randint(5, total * 6)
         faults.append(
             Fault(number, kind, int(chance() * clients), at, pick((0, 1, 99, 99)), chance() < 0.3)
         )
     if relayed and chance() < 0.6:
         faults.append(Fault(len(faults) + 1, "sever", relayed[0], source.randint(total, total * 7)))
-    capacity = pick((6, 10, 16, 40)) if flavour == "keys" else pick((8, 30, ROOMY, ROOMY))
+    capacity = pick((6, 10, 16, 40)) if plain else pick((8, 30, ROOMY, ROOMY))
     capacities = (capacity,) if chance() < 0.6 else (capacity, capacity)
     copies = pick((1, 2)) if len(capacities) > 1 else 1
-    if len(capacities) > 1 and chance() < 0.5:
+    if len(capacities) > 1 and chance() < 0.5 and not refers:  # copies are made by the clock
         faults.append(Fault(len(faults) + 1, "lose", pick((0, 1)), source.randint(5, total * 6)))
     return Plan(
         capacities,
@@ -146,6 +162,7 @@ def plan_of(source: random.Random) -> Plan:
         relayed,
         copies,
         keys,
+        refers,
     )
 
 
@@ -191,6 +208,36 @@ def _keys(
             hold,
             chance() < 0.3,
             chance() < 0.2,
+        )
+        scripts[int(chance() * len(scripts))].append(operation)
+
+
+def _references(
+    source: random.Random,
+    keys: tuple[str, ...],
+    scripts: list[list[Operation]],
+    total: int,
+    inline: float,
+    holds: tuple[int, ...],
+) -> None:
+    """References to objects and to versions of keys, which are sent, inherited and dropped."""
+    pick, chance = source.choice, source.random
+    kinds = ["object"] * 4 + ["put"] * 3 + ["hold"] * 4 + ["read"] * 3 + ["send"] * 6
+    kinds += ["drop"] * 4 + pick(([], ["fork"] * 3)) + pick(([], [], ["free"])) + ["delete"]
+    for number in range(1, total + 1):
+        kind = pick(kinds)
+        operation = Operation(
+            number,
+            kind,
+            () if kind in ("read", "send", "drop", "fork", "free") else (pick(keys),),
+            (0 if chance() < inline else pick((1, 1, 2)),) if kind in ("object", "put") else (),
+            0,
+            chance() < inline,
+            pick((0, 0, 1)),
+            chance() < 0.3,
+            which=int(chance() * 8),
+            to=int(chance() * len(scripts)),
+            kills=chance() < 0.05,
         )
         scripts[int(chance() * len(scripts))].append(operation)
 

@@ -81,6 +81,8 @@ def test_what_seeds_reach() -> None:
         *("exists: answered", "an answer that nobody heard"),
         *("died", "restart", "handshake", "disconnect", "land", "uplink", "severed", "tick"),
         *("exit", "ended", "get: object-lost", "put: object-lost"),
+        *("object: answered", "hold: answered", "read: answered", "read: version-gone"),
+        *("ref", "time", "child", "free: answered"),
     ):
         assert seen[what], f"{what}: never seen, but {seen}"
 

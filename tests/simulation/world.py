@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from tests.simulation.acting.clients import Client
 from tests.simulation.acting.operations import Cancelled
+from tests.simulation.acting.references import GRACE_S, References
 from tests.simulation.machine.halves import TravellingHalves
 from tests.simulation.machine.loop import SimulatedLoop
 from tests.simulation.machine.memory import LINE, Memory, Owners
@@ -29,6 +30,8 @@ __all__ = ["World", "run_seed"]
 
 _MOST_STEPS = 20_000
 _AUDIT = 1_000_000
+# The longest time that a message takes to the server.
+_MOST_DELAY_S = 0.2
 
 
 class World:
@@ -67,7 +70,8 @@ class World:
         memories = [Memory(lines * LINE) for lines in plan.capacities]
         self.owners = Owners(memories)
         self.halves = [TravellingHalves(self, at) for at in range(len(memories))]
-        self.server = server_on(self.loop, memories, self.halves, plan.copies)
+        self.server = server_on(self.loop, memories, self.halves, plan.copies, GRACE_S)
+        self.references = References(self)
         self.here = self.server.topology
         self.uplink: Uplink | None = None
         self.at_rest: list[Callable[[], None]] = []  # what happens when all is quiet
@@ -77,6 +81,7 @@ class World:
         self.server._watch = self._watch  # type: ignore[method-assign]
         self._timed = () if recorded else plan.faults
         self._callback = Action(("loop",), self._turn)
+        self._time = Action(("time",), self._pass)
         self.clients = [Client(self, at, script) for at, script in enumerate(plan.scripts)]
         if recorded:
             for fault in plan.faults:
@@ -124,13 +129,14 @@ class World:
                 for client in self.clients:
                     client.begin()
                 self._rest()
+                self.references.check()
                 self._audit()
                 self._leave()
         except Violation:
             raise
         except Exception as error:
             raise Violation("failure", f"{type(error).__name__}: {error}") from error
-        check(self.history, self.plan)
+        check(self.history, self.plan, self.references.freed)
 
     def _rest(self) -> None:
         """Go on until all is quiet: then only waits are left, for what nobody has put."""
@@ -181,6 +187,7 @@ class World:
                 controller.detached.process_ended(token)
         controller.delete([*controller.catalog.newest, *controller.catalog.histories], strict=False)
         check_accounts(controller)
+        self.references.check()
         used = [(v.used, v.leased, v.unfinished) for v in controller.volumes]
         sessions = [*controller.sessions, *controller.detached.sessions]
         if any(map(any, used)) or sessions or self.server.conversations:
@@ -209,6 +216,11 @@ class World:
                 schedule.enable(self._callback)
             else:
                 schedule.disable(self._callback)
+            if self.plan.refers:
+                if self.loop.next_timer is not None:
+                    schedule.enable(self._time)
+                else:
+                    schedule.disable(self._time)
             if self.touched:
                 self.touched = False
                 check_accounts(controller)
@@ -226,6 +238,18 @@ class World:
         """The server's event loop goes on."""
         self.touched = True
         self.loop.run_one()
+
+    def _pass(self) -> None:
+        """Time passes, until something is due; but no message takes very long to arrive."""
+        due = self.loop.next_timer
+        if self.loop.ready or due is None:
+            return
+        lanes = [one.lane.oldest for one in self.references.bearers]
+        oldest = min([sent for sent in lanes if sent is not None], default=due)
+        now = min(due, oldest + _MOST_DELAY_S)
+        if now > self.loop.now:
+            self.touched = True
+            self.loop.advance(now - self.loop.now)
 
     def _happened(self, name: Name) -> None:
         self.step += 1

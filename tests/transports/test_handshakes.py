@@ -404,7 +404,7 @@ async def test_memory_is_not_used_again_while_a_write_of_a_dead_client_may_arriv
             client = await ts.connect({(await ts.address())!r}, prefer=[{name!r}])
             await client.put("late", torch.ones({MB // 8}))
             """
-        with Script(put, fresh=True):
+        with Script(put):
             await until(held.exists, 30)
         await until(lambda: nothing_unfinished(client), 10)
         assert not held.exists()

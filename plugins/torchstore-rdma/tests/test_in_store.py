@@ -88,8 +88,7 @@ async def test_another_process_reads_what_was_put_and_the_reverse() -> None:
             assert torch.equal(got, torch.arange(4 << 20))
             await client.put("back", -got)
             assert [e["chosen"] for e in await client.explain()] == ["rdma"]
-            """,
-            fresh=True,
+            """
         )
         got = torch.zeros(4 * MB, dtype=torch.int64)
         await client.get("back", got)
@@ -135,7 +134,7 @@ async def test_a_client_that_is_killed_disturbs_nobody() -> None:
                 print("x", flush=True)
             """
         for _ in range(3):
-            with Script(busy, fresh=True) as script:
+            with Script(busy) as script:
                 await until(lambda: client.exists("theirs"), 30)
                 os.kill(script.pid, signal.SIGKILL)
             got = torch.zeros(MB, dtype=torch.int64)

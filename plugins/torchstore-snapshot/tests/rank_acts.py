@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
+import time
 from typing import Any
 
 import torch
@@ -14,7 +16,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 import torchstore_core as ts
-from torchstore_snapshot import RankFailedError, Snapshot, SnapshotExistsError, StateDict
+from torchstore_snapshot import (
+    RankFailedError,
+    RNGState,
+    Snapshot,
+    SnapshotExistsError,
+    StateDict,
+)
+from torchstore_snapshot.background import process
 from torchstore_snapshot.taking import take as taking
 
 SHAPES = {"even": (8, 6), "uneven": (7, 5), "small": (1, 3), "cube": (5, 4, 3), "wide": (2, 4096)}
@@ -105,6 +114,53 @@ def take_with_a_failing_rank(folder: str) -> str:
     except (RankFailedError, ts.UnsupportedValueError) as error:
         return type(error).__name__
     return "taken"
+
+
+def take_in_background_with_a_failing_rank(folder: str, how: str) -> tuple[str, float]:
+    """Rank 1 fails: its arguments are wrong, or its writer cannot create files, or nothing at
+    all. Returns the error, and after how many seconds it was raised.
+    """
+    failing = dist.get_rank() == 1
+    state = StateDict(x=torch.full((100_000,), float(dist.get_rank())))
+    options: dict[str, Any] = {}
+    Snapshot.async_take(folder + "-before", {"m": state}, fsync=False).wait(60)
+    writer = process.the_writer().pid
+    if failing and how == "arguments":
+        options["memory_budget"] = 0
+    elif failing and how in ("file", "nothing"):
+        limit = resource.RLIMIT_FSIZE if how == "file" else resource.RLIMIT_NOFILE
+        resource.prlimit(writer, limit, (50_000, 50_000) if how == "file" else (3, 3))
+    dist.barrier()
+    begun = time.monotonic()
+    try:
+        Snapshot.async_take(folder, {"m": state}, fsync=False, **options).wait(60)
+    except (ts.TorchStoreError, OSError) as error:
+        return type(error).__name__, time.monotonic() - begun
+    finally:
+        process.the_writer().close()
+    return "taken", 0.0
+
+
+def take_and_draw(folder: str) -> None:
+    torch.manual_seed(dist.get_rank())
+    state = StateDict(equal=1, mine=dist.get_rank())
+    Snapshot.take(folder, {"rng": RNGState(), "m": state}, fsync=False)
+
+
+def restore_and_draw(folder: str) -> tuple[float, str]:
+    """What is drawn after a strict restore, and what is missing of values of single ranks."""
+    torch.manual_seed(100 + dist.get_rank())
+    state = StateDict(equal=0)
+    Snapshot(folder).restore({"rng": RNGState(), "m": state})
+    assert state["equal"] == 1
+    drawn = float(torch.rand(1))
+    try:
+        own = StateDict(equal=0, mine=-1)
+        Snapshot(folder).restore({"m": own})
+    except ts.LayoutMismatchError as error:
+        assert own == {"equal": 0, "mine": -1}
+        return drawn, " ".join(error.details["missing"])
+    return drawn, ""
 
 
 def take_twice(folder: str) -> str:

@@ -26,7 +26,8 @@ from torchstore_snapshot import (
 )
 from torchstore_snapshot.aio import Snapshot as AsyncSnapshot
 from torchstore_snapshot.background import process
-from torchstore_snapshot.background.staging import PREFIX, _batches
+from torchstore_snapshot.background.batches import batches
+from torchstore_snapshot.background.staging import PREFIX
 from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.taking.take import TakeOptions, prepare
 
@@ -62,7 +63,7 @@ def test_several_takes_at_once(tmp_path: Path) -> None:
     assert all(holds(p.wait(60), state(i)) for i, p in enumerate(pending))
 
 
-def test_a_memory_budget_bounds_what_is_staged(tmp_path: Path) -> None:
+def test_a_take_that_is_larger_than_its_budget_is_whole(tmp_path: Path) -> None:
     own = state(3, numel=20 << 20)  # 80 MB each
     pending = Snapshot.async_take(tmp_path / "s", {"m": own}, fsync=False, memory_budget=64 << 20)
     assert holds(pending.wait(60), own)
@@ -72,7 +73,7 @@ def test_batches_are_within_the_budget(tmp_path: Path) -> None:
     limit = 64 << 20
     app_state = {"m": state(3, numel=20 << 20)}
     prepared = prepare(str(tmp_path / "s"), app_state, Ranks.alone(), None, TakeOptions())
-    sizes = [sum(t.tensor.nbytes for t in batch) for batch in _batches(prepared, limit)]
+    sizes = [sum(t.tensor.nbytes for t in batch) for batch in batches(prepared, limit)]
     assert sum(sizes) == sum(t.nbytes for t in app_state["m"].values() if hasattr(t, "nbytes"))
     assert max(a + b for a, b in pairwise(sizes)) <= limit
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,6 +76,21 @@ def test_ls_lists_the_objects_of_a_snapshot_and_the_snapshots_of_a_folder(taken:
     assert found["objects"] == []
     assert {s["name"]: s["objects"] for s in found["snapshots"]} == {"a": 3, "b": 3, "broken": 0}
     assert "cannot be read" in call("ls", taken.parent).out
+
+
+def test_ls_and_gc_know_the_order_of_snapshots(
+    taken: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1e9)  # before the first one
+    Snapshot.take(taken.parent / "0", state(), fsync=False)
+    Snapshot.take(taken.parent / "1", state(), fsync=False)
+    path = taken.parent / "0" / MANIFEST
+    path.write_bytes(path.read_bytes()[:-9])
+    found = call("ls", taken.parent, "--json").json["snapshots"]
+    assert [(s["name"], s["sequence"]) for s in found] == [("a", 1), ("0", 2), ("1", 3)]
+    done = call("gc", taken.parent, "--keep-last", "1", "--json").json
+    assert (done["dropped"], done["held"]["a"]) == ([], "'0' cannot be read, and may refer to it")
+    assert "a  stays: '0' cannot be read" in call("gc", taken.parent, "--keep-last", "1").out
 
 
 def test_show_says_what_a_snapshot_and_an_object_consist_of(taken: Path) -> None:

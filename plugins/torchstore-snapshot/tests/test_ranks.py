@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.integration.dtensors.ranks import Jobs, Nursery
 
-from torchstore_snapshot import Snapshot, gc
+from torchstore_snapshot import Snapshot, SnapshotNotFoundError, gc
 
 _ACTS = "plugins.torchstore-snapshot.tests.rank_acts"
 acts = importlib.import_module(_ACTS)
@@ -126,3 +126,27 @@ async def test_a_rank_that_dies_leaves_the_snapshot_before(
     assert {path.name for path in folder.iterdir()} == before
     await jobs["two"].run(acts.restore_sharded, str(folder), [2], "0")
     assert await jobs["two"].run(acts.take_sharded, str(tmp_path / "t"), [2], "0", False) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [("arguments", "ConfigurationError"), ("file", "OSError"), ("nothing", "OSError")],
+)
+async def test_all_ranks_hear_at_once_of_one_that_fails_in_the_background(
+    jobs: Jobs, tmp_path: Path, how: str, error: str
+) -> None:
+    act = acts.take_in_background_with_a_failing_rank
+    found = await jobs["two"].run(act, str(tmp_path / "s"), how)
+    assert [name for name, _ in found] == ["RankFailedError", error]
+    assert max(seconds for _, seconds in found) < 30
+    with pytest.raises(SnapshotNotFoundError):
+        Snapshot(tmp_path / "s").get_manifest()
+
+
+async def test_new_ranks_get_what_is_common(jobs: Jobs, tmp_path: Path) -> None:
+    folder = str(tmp_path / "s")
+    await jobs["two"].run(acts.take_and_draw, folder)
+    found = await jobs["four"].run(acts.restore_and_draw, folder)
+    expected = [torch.rand(1, generator=torch.Generator().manual_seed(s)) for s in (0, 1, 102, 103)]
+    assert [drawn for drawn, _ in found] == [float(each) for each in expected]
+    assert [missing for _, missing in found] == ["", "", "m/mine", "m/mine"]

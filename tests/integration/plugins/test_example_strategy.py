@@ -54,7 +54,6 @@ async def test_a_store_uses_it(site: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert used is not None
     arguments = " ".join(used[1].split())
     out = await run_script(
-        fresh=True,
         body=f"""
         from torchstore_pinned import PinnedStrategy
         await ts.initialize({arguments} capacity=64 << 20, prefault=0)

@@ -61,7 +61,6 @@ async def test_a_store_uses_it(site: Path, monkeypatch: pytest.MonkeyPatch) -> N
     used = re.search(r"await ts\.initialize\((.*?)\)$", PAGE.read_text(), re.M)
     assert used is not None
     out = await run_script(
-        fresh=True,
         body=f"""
         client = await ts.initialize({used[1]}, capacity=64 << 20, prefault=0)
         large = torch.arange(1_000_000).view(1000, 1000)

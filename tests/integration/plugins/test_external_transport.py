@@ -199,7 +199,7 @@ big = torch.randn(400, 500)
 
 async def run(body: str) -> str:
     code = textwrap.dedent(HEAD) + textwrap.dedent(body)
-    return await run_script(fresh=True, body=code + '\nprint("done")\n')
+    return await run_script(code + '\nprint("done")\n')
 
 
 USE = """

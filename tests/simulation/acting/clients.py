@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from tests.simulation.acting.operations import Cancelled, Closed, steps_of
+from tests.simulation.acting.operations import Cancelled, Closed
+from tests.simulation.acting.references import Bearer
+from tests.simulation.acting.steps import steps_of
 from tests.simulation.machine.halves import Packet
 from tests.simulation.machine.memory import Range
 from tests.simulation.machine.network import Connection, Direct
@@ -138,6 +140,7 @@ class Client:
         self.index = index
         self.life = 0
         self.lanes: list[Connection] = []
+        self.bearer: Bearer | None = None  # the process that it is now
         self.tasks: dict[int, Task] = {}
         self.kept: list[tuple[list[Range], list[bytes]]] = []  # what it has got, and keeps
         self.links: dict[int, bytes] = {}  # tickets of the volumes that it has met
@@ -155,6 +158,11 @@ class Client:
         self._numbers += 1
         return self._numbers
 
+    def serial(self) -> int:
+        """A number for a new connection."""
+        self._serial += 1
+        return self._serial
+
     # ---- life -----------------------------------------------------------------------------
 
     def begin(self) -> None:
@@ -167,6 +175,8 @@ class Client:
         self._token = b""
         self.links = {}
         self.lanes = [self._open(0)]
+        if self.world.plan.refers:
+            self.bearer = Bearer(self.world, self.lanes[0])
 
     @property
     def pid(self) -> int:
@@ -182,8 +192,7 @@ class Client:
         return Direct(self.world, self, lane, name)
 
     def _open(self, lane: int) -> Connection:
-        self._serial += 1
-        connection = self._connection(lane, (self.index, self._serial))
+        connection = self._connection(lane, (self.index, self.serial()))
         here = self.world.here
         facts = ClientFacts(self.pid, here.host_id, "host", self.index)
         number = self.number()
@@ -223,8 +232,12 @@ class Client:
         self.tasks.clear()
         self.world.owners.forget(self.index)
         self.world.process_ended(self.pid)
+        if self.bearer is not None:
+            self.bearer.die()
         for connection in lanes:
-            connection.cut(keep, broken=broken)
+            # A process that sends a reference has written to the liveness connection before.
+            kept = 99 if self.bearer is not None and connection.lane == 0 else keep
+            connection.cut(kept, broken=broken)
         self._offer()
 
     def cut(self, keep: int, *, broken: bool = False) -> None:
@@ -254,6 +267,8 @@ class Client:
         got already, which it may still look at, until it ends, too.
         """
         lanes, self.lanes = self.lanes, []
+        if self.bearer is not None:
+            self.bearer.die()
         for task in list(self.tasks.values()):
             if task.call.ended is None:
                 task.interrupt(Closed())

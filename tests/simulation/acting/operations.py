@@ -8,6 +8,7 @@ import struct
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
+from tests.simulation.acting.references import Local
 from tests.simulation.machine.halves import TRANSPORT, Packet
 from tests.simulation.machine.memory import LINE, Holder, Range
 from tests.simulation.plans import KEPT
@@ -19,12 +20,13 @@ from torchstore_core.wire import messages as m
 if TYPE_CHECKING:
     from tests.simulation.acting.clients import Task
 
-__all__ = ["Cancelled", "Closed", "Steps", "steps_of"]
+__all__ = ["SMALL", "WORD", "Cancelled", "Closed", "Steps", "ask", "chosen", "get", "mark"]
+__all__ += ["marked", "publish", "put", "putting", "shard"]
 
 Steps = Generator[m.Message | Packet | None, Any, None]
 
-_WORD = struct.Struct("<IHH")  # put, entry, shard
-_SMALL = 2 * _WORD.size
+WORD = struct.Struct("<IHH")  # put, entry, shard
+SMALL = 2 * WORD.size
 _ALL = 1 << 20
 
 
@@ -38,33 +40,28 @@ class Closed(Exception):
 
 def mark(number: int, entry: int = 0, shard: int = 0) -> bytes:
     """What every word of a value is."""
-    return _WORD.pack(number, entry, shard)
+    return WORD.pack(number, entry, shard)
 
 
 def marked(data: bytes, what: str) -> bytes:
     """The mark of a value that was read."""
-    word = data[: _WORD.size]
-    if data != word * (len(data) // _WORD.size):
-        words = {_WORD.unpack_from(data, at) for at in range(0, len(data), _WORD.size)}
+    word = data[: WORD.size]
+    if data != word * (len(data) // WORD.size):
+        words = {WORD.unpack_from(data, at) for at in range(0, len(data), WORD.size)}
         raise Violation("torn", f"{what} is a mixture of {sorted(words)}")
     return word
-
-
-def steps_of(task: Task) -> Steps:
-    """The steps of an operation."""
-    return _KINDS[task.operation.kind](task)
 
 
 # ---- putting ------------------------------------------------------------------------------
 
 
-def _put(task: Task) -> Steps:
+def put(task: Task) -> Steps:
     operation = task.operation
     items: list[m.PutItem] = []
     values: list[bytes] = []
     for at, (key, lines) in enumerate(zip(operation.keys, operation.lines, strict=True)):
-        nbytes = lines * LINE or _SMALL
-        data = mark(operation.number, at) * (nbytes // _WORD.size)
+        nbytes = lines * LINE or SMALL
+        data = mark(operation.number, at) * (nbytes // WORD.size)
         items.append(
             m.PutItem(key, TensorMeta("uint8", (nbytes,)), nbytes, None if lines else data)
         )
@@ -73,14 +70,14 @@ def _put(task: Task) -> Steps:
     yield from putting(task, items, values, operation.version, None)
 
 
-def _publish(task: Task) -> Steps:
+def publish(task: Task) -> Steps:
     operation = task.operation
     items: list[m.PutItem] = []
     values: list[bytes] = []
     for at, (name, lines) in enumerate(zip(operation.names, operation.lines, strict=True)):
         shared = name == "all"
-        nbytes = (0 if shared else lines * LINE) or _SMALL
-        data = mark(operation.number, at) * (nbytes // _WORD.size)
+        nbytes = (0 if shared else lines * LINE) or SMALL
+        data = mark(operation.number, at) * (nbytes // WORD.size)
         small = shared or not lines
         meta = TensorMeta("uint8", (nbytes,))
         items.append(m.PutItem(name, meta, nbytes, data if small else None))
@@ -93,12 +90,12 @@ def _publish(task: Task) -> Steps:
     yield from putting(task, items, values, operation.version, group)
 
 
-def _shard(task: Task) -> Steps:
+def shard(task: Task) -> Steps:
     operation = task.operation
     who, count = int(operation.names[0]), operation.participants
     part = TensorSlice((who * LINE,), (LINE,), (count * LINE,), (count,), (who,))
     meta = TensorMeta("uint8", (count * LINE,))
-    data = mark(operation.number) * (LINE // _WORD.size)
+    data = mark(operation.number) * (LINE // WORD.size)
     item = m.PutItem(operation.keys[0], meta, LINE, None, part)
     yield from putting(task, [item], [data], operation.version, None)
 
@@ -109,8 +106,12 @@ def putting(
     values: list[bytes],
     version: int,
     group: m.Publication | None,
+    hold: int = 0,
 ) -> Steps:
-    """Put items, and write ``values``, which are those that do not travel inside the request."""
+    """Put items, and write ``values``, which are those that do not travel inside the request.
+
+    ``hold``: the id of a reference to the item, which has no key.
+    """
     client = task.client
     txn = client.number()
     holder = ("put", client.index, client.life, txn)
@@ -118,7 +119,10 @@ def putting(
     unsettled: list[tuple[int, str]] = []
     try:
         task.call.sent = not values
-        reply = yield m.Put(client.number(), txn, items, version, group)
+        request: m.Message = m.Put(client.number(), txn, items, version, group)
+        if hold:
+            request = m.PutObject(client.number(), txn, items[0], hold)
+        reply = yield request
         if type(reply) is not m.Granted:
             task.conclude(reply)
             return
@@ -178,20 +182,39 @@ def _send(
     return True
 
 
+def chosen(task: Task) -> Local | None:
+    """The reference that an operation is about; None: its process has none."""
+    bearer = task.client.bearer
+    return None if bearer is None else bearer.choose(task.operation.which)
+
+
 # ---- getting ------------------------------------------------------------------------------
 
 
-def _get(task: Task) -> Steps:
-    """Reads keys, or all of a state dict."""
+def get(task: Task) -> Steps:
+    """Reads keys, or all of a state dict, or what a reference refers to."""
     operation = task.operation
     client = task.client
+    local: Local | None = None
     lease = client.number()
     holder = ("get", client.index, client.life, lease)
     owners = task.world.owners
     try:
         inline = _ALL if operation.inline else 0
         request: m.Message
-        if operation.kind == "fetch":
+        names = list(operation.keys)
+        if operation.kind == "read":
+            yield None
+            local = chosen(task)
+            if local is None:
+                return
+            local.users += 1
+            name, version, timeline = local.name
+            task.call.about = local.name, local.sure
+            names = [name]
+            wants = [m.Want(name, version)]
+            request = m.LocateRefs(client.number(), lease, wants, inline, timelines=[timeline])
+        elif operation.kind == "fetch":
             key = operation.keys[0]
             request = m.Fetch(client.number(), lease, key, operation.version, None, inline)
         else:
@@ -199,7 +222,7 @@ def _get(task: Task) -> Steps:
             request = m.Locate(client.number(), lease, wants, inline)
         reply = yield request
         if type(reply) is m.Located:
-            entries, names = reply.entries, list(operation.keys)
+            entries = reply.entries
         elif type(reply) is m.Fetched:
             entries, names = [one for one in reply.entries if one is not None], reply.names
         else:
@@ -255,6 +278,9 @@ def _get(task: Task) -> Steps:
         owners.readers.pop(holder, None)
         task.give_up(error)
         task.liveness.send(m.Release([lease]))
+    finally:
+        if local is not None:
+            local.users -= 1
 
 
 def _pieces(entry: m.Entry) -> list[tuple[str, int, bytes | None, m.Grant | None]]:
@@ -267,7 +293,7 @@ def _pieces(entry: m.Entry) -> list[tuple[str, int, bytes | None, m.Grant | None
 # ---- the rest -----------------------------------------------------------------------------
 
 
-def _ask(task: Task) -> Steps:
+def ask(task: Task) -> Steps:
     operation = task.operation
     number = task.client.number()
     keys = list(operation.keys)
@@ -288,16 +314,3 @@ def _ask(task: Task) -> Steps:
         task.give_up(error)
         if operation.kind == "wait":
             task.connection.send(m.Cancel(number))
-
-
-_KINDS = {
-    "put": _put,
-    "publish": _publish,
-    "shard": _shard,
-    "get": _get,
-    "fetch": _get,
-    "delete": _ask,
-    "wait": _ask,
-    "versions": _ask,
-    "exists": _ask,
-}

@@ -42,6 +42,15 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         while self._timers and self._timers[0][0] <= self.now:
             self.ready.append(heapq.heappop(self._timers)[2])
 
+    @property
+    def next_timer(self) -> float | None:
+        """When something is due; None: never."""
+        return self._timers[0][0] if self._timers else None
+
+    def forget_timers(self) -> None:
+        """Nothing is due any more."""
+        self._timers.clear()
+
     def end(self) -> None:
         """Cancel all tasks, so that nothing is left of them."""
         for task in self._tasks:

@@ -44,6 +44,7 @@ class Connection(ABC):
         self._broken = False
         self.waiting: dict[int, Task | None] = {}
         self._up: deque[tuple[bytes, Call | None]] = deque()
+        self._times: deque[float] = deque()  # when those were sent, if time counts
         self._down: deque[tuple[bytearray, int]] = deque()
         self._arrive = Action(("up", *name), self._up_arrives)
         self._answer = Action(("down", *name), self._down_arrives)
@@ -59,6 +60,11 @@ class Connection(ABC):
     # ---- the client's end -----------------------------------------------------------------
 
     @property
+    def oldest(self) -> float | None:
+        """When the message was sent that arrives next; None: there is none."""
+        return self._times[0] if self._times else None
+
+    @property
     def quiet(self) -> bool:
         """Whether nothing is on its way to the client."""
         return not self._down
@@ -67,6 +73,7 @@ class Connection(ABC):
         """Send a message that belongs to a call."""
         if not self.closed:
             self._up.append((_encode(message), call))
+            self._times.append(self._world.loop.now)
             self._world.schedule.enable(self._arrive)
 
     def ask(self, message: m.Message, number: int, task: Task | None, call: Call | None) -> None:
@@ -80,6 +87,7 @@ class Connection(ABC):
             return
         self.closed = True
         self._up.append((b"", None))
+        self._times.append(self._world.loop.now)
         self._world.schedule.enable(self._arrive)
         self._forget()
 
@@ -91,6 +99,7 @@ class Connection(ABC):
         """
         while len(self._up) > keep:
             self._up.pop()
+            self._times.pop()
         self._broken = broken
         self.close()
 
@@ -136,6 +145,7 @@ class Connection(ABC):
 
     def _up_arrives(self) -> None:
         body, call = self._up.popleft()
+        self._times.popleft()
         if not self._up:
             self._world.schedule.disable(self._arrive)
         self._world.touched = True
@@ -211,6 +221,10 @@ class Direct(Connection):
         self._conversation.ended()
 
     def _breaks(self, left: list[tuple[bytes, Call | None]]) -> None:
+        if not self._conversation.greeted:  # it breaks when the server has something to write
+            body, call = left.pop(0)
+            if body:
+                self._receive(body, call)
         for body, _ in left:
             if body:
                 self._world.point += 1

@@ -59,6 +59,7 @@ def server_on(
     memories: Sequence[Memory],
     halves: Sequence[TravellingHalves],
     copies: int,
+    grace_s: float,
 ) -> Server:
     """A server of its own that does not listen anywhere."""
     server = copy.copy(_pattern())
@@ -73,6 +74,9 @@ def server_on(
         for at, (memory, half) in enumerate(zip(memories, halves, strict=True))
     ]
     server._begin(volumes)
+    loop.forget_timers()  # what a server does every second is of no interest
+    holds = server.controller.holds
+    holds._clock, holds._grace_s, holds._number = loop.time, grace_s, 0
     # The controller has been given the method of the class: let a world take its place.
     server.controller.detached._watch = lambda volume, wanted: server._watch(volume, wanted)
     return server

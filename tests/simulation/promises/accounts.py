@@ -36,6 +36,9 @@ def check_accounts(controller: Controller) -> None:
             for contribution in generation.contributions.values():
                 for _, value in contribution.items:
                     values[id(value)] = value
+    for held in catalog.held.values():
+        for value in all_values(held.stored):
+            values[id(value)] = value
     sessions: list[SessionRecord] = list(controller.sessions.values())
     if controller.detached.sessions:
         sessions += controller.detached.sessions.values()
@@ -50,9 +53,29 @@ def check_accounts(controller: Controller) -> None:
                 if leased is not None:
                     values[id(leased)] = leased
                     pins[id(leased)] = pins.get(id(leased), 0) + 1
+    if catalog.held:
+        _check_holds(controller, sessions)
     for volume in controller.volumes:
         if not volume.lost:
             _check_volume(controller, volume.index, values, pins, unfinished[volume.index])
+
+
+def _check_holds(controller: Controller, sessions: list[SessionRecord]) -> None:
+    """Each version that is held is, by as many sessions and tickets as it says."""
+    counts = dict.fromkeys(map(id, controller.catalog.held.values()), 0)
+    holders = [session.holds for session in sessions]
+    holders += [ticket.holds for ticket in controller.holds._tickets.values()]
+    for holder in holders:
+        for hold in holder.values():
+            held = hold.version
+            if not held.freed:
+                counts[id(held)] = counts.get(id(held), 0) + 1
+    if len(counts) > len(controller.catalog.held):
+        raise Violation("accounts", "a version has holds, and is not held")
+    for held in controller.catalog.held.values():
+        if held.count != counts[id(held)] or not held.count:
+            what = f"version {held.version} of {held.key!r}"
+            raise Violation("accounts", f"{what} has {counts[id(held)]} holds, not {held.count}")
 
 
 def _check_volume(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from tests.simulation.plans import ROOMY, Plan
 from tests.simulation.promises.histories import Call, History
 from tests.simulation.promises.model import Model
@@ -15,8 +17,12 @@ _GIVEN_UP = {"Closed", "Cancelled", "store-closed", "protocol"}
 _FORGETS = {"crash", "lose"}
 
 
-def check(history: History, plan: Plan) -> None:
+def check(
+    history: History, plan: Plan, freed: Collection[tuple[str, int, int]] = frozenset()
+) -> None:
     """Explain a history by doing its calls one by one, in the order in which the server did.
+
+    ``freed``: versions that references to may have been ended of.
 
     Raises:
         Violation: some call cannot be explained.
@@ -31,7 +37,7 @@ def check(history: History, plan: Plan) -> None:
             if all(call.known and call.code not in _GIVEN_UP for call in contributions):
                 exact.add(key)
     lost = history.lost if plan.copies == 1 else 0
-    model = Model(puts, exact, lost)
+    model = Model(puts, exact, lost, freed)
     waits = sorted((c for c in history.calls if c.unanswered and not c.known), key=_quiet)
     for call in history.in_order():
         while waits and waits[0].unanswered < call.at:

@@ -38,6 +38,7 @@ class Key:
         newest: its newest version; 0: there is none.
         used: the highest version that it ever had.
         contents: what can be read, by version.
+        ever: what every version was that there has been.
         keep: how many versions can be read.
         joint: versions that are not whole.
         deleted: the point of the last delete.
@@ -45,12 +46,13 @@ class Key:
         puts: all calls that contribute to such versions.
     """
 
-    __slots__ = ("contents", "deleted", "exact", "joint", "keep", "newest", "puts", "used")
+    __slots__ = ("contents", "deleted", "ever", "exact", "joint", "keep", "newest", "puts", "used")
 
     def __init__(self, puts: Collection[Call], *, exact: bool) -> None:
         self.newest = 0
         self.used = 0
         self.contents: dict[int, Content] = {}
+        self.ever: dict[int, Content] = {}
         self.keep = 1
         self.joint: dict[int, Joint] = {}
         self.deleted = 0.0
@@ -66,7 +68,7 @@ class Key:
         """A version is the newest one now."""
         self.newest = version
         self.used = max(self.used, version)
-        self.contents[version] = content
+        self.contents[version] = self.ever[version] = content
         while self.exact and len(self.contents) > self.keep:
             del self.contents[min(self.contents)]
         for older in [v for v in self.joint if v <= version]:

@@ -18,7 +18,7 @@ __all__ = ["Model"]
 
 _ERRORS = {"", "key-not-found", "partial-put", "version-gone", "layout-mismatch"}
 # Operations that are about bytes, which may be lost.
-_MOVE = {"put", "publish", "shard", "get", "fetch"}
+_MOVE = {"put", "publish", "shard", "get", "fetch", "object", "read"}
 _REFUSED = {"store-full", "store-closed", "configuration", "Closed", "Cancelled"}
 
 
@@ -29,10 +29,19 @@ class Model:
         puts: the calls that contribute to versions of several participants, by key.
         exact: the keys about which the store has no choice.
         lost: the point from which on values without a copy may be lost; 0: none is.
+        freed: versions of which somebody may have ended all references.
     """
 
-    def __init__(self, puts: dict[str, list[Call]], exact: Collection[str], lost: int = 0) -> None:
+    def __init__(
+        self,
+        puts: dict[str, list[Call]],
+        exact: Collection[str],
+        lost: int = 0,
+        freed: Collection[tuple[str, int, int]] = frozenset(),
+    ) -> None:
         self._lost = lost
+        self._freed = freed
+        self._objects: dict[int, bytes] = {}
         self._keys: dict[str, Key] = {}
         self._puts = puts
         self._exact = exact
@@ -46,6 +55,10 @@ class Model:
             "wait": self._wait,
             "versions": self._versions,
             "exists": self._exists,
+            "object": self._object,
+            "hold": self._hold,
+            "read": self._read_ref,
+            "free": lambda call: "it fails" if call.code else "",
         }
 
     def key(self, name: str) -> Key:
@@ -166,6 +179,38 @@ class Model:
             return "" if version == wanted else f"it wants {wanted} and sees {version}"
         if version < key.newest:
             return f"it sees version {version} of {name!r}, which is at {key.newest}"
+        return ""
+
+    # ---- references -----------------------------------------------------------------------
+
+    def _object(self, call: Call) -> str:
+        if call.code:
+            return f"a put fails: {call.code}"
+        (number,) = call.result
+        if number in self._objects:
+            return f"object {number} comes again"
+        self._objects[number] = mark(call.operation.number)
+        return ""
+
+    def _hold(self, call: Call) -> str:
+        (name,) = call.operation.keys
+        key = self.key(name)
+        if call.code:
+            return "" if call.code == "key-not-found" and not key.newest else "the key is there"
+        return self._sees(name, key, call.result[0])
+
+    def _read_ref(self, call: Call) -> str:
+        if call.about is None:
+            return "it was about nothing"
+        (name, version, timeline), sure = call.about
+        if call.code:
+            gone = call.code in ("version-gone", "key-not-found")
+            excused = not sure or (name, version, timeline) in self._freed
+            return "" if gone and excused else f"what is referred to cannot be read: {call.code}"
+        _, ((_, seen, got),) = call.result
+        put = {self._objects[version]} if not name else self.key(name).ever[version].get("", set())
+        if seen != version or got not in put:
+            return f"it reads {plain(got)} as version {seen}, not {plain(put)} as {version}"
         return ""
 
     # ---- the rest -------------------------------------------------------------------------

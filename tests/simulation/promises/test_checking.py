@@ -190,3 +190,36 @@ def test_a_partial_version_waits_for_older_ones(told: Told) -> None:
     told.rank(1, 2, "old", partial=True)
     assert new1.partial
     told.is_wrong("it sees version 3 of 'dicts', which is at 1")
+
+
+def read(told: Told, by: Operation, name: tuple[str, int, int], **how: Any) -> None:
+    """A read of a reference that finds what was put by one operation."""
+    sure, code = how.get("sure", True), how.get("code", "")
+    told.call("read", (), (0, [(name[0], name[1], mark(by.number))]), code=code)
+    told.history.calls[-1].about = name, sure
+
+
+def test_what_is_referred_to_stays_what_it_was(told: Told) -> None:
+    made = told.call("object", ("a",), [7])
+    first = told.put("a", versions=[1])
+    told.call("hold", ("a",), [1])
+    second = told.put("a", versions=[2])
+    read(told, made, ("", 7, 0))
+    read(told, first, ("a", 1, 0))
+    read(told, first, ("a", 1, 0), sure=False, code="version-gone")
+    told.holds()
+    read(told, second, ("a", 1, 0))
+    told.is_wrong("it reads #4 as version 1")
+
+
+def test_what_is_referred_to_is_there(told: Told) -> None:
+    made = told.call("object", ("a",), [7])
+    read(told, made, ("", 7, 0), code="version-gone")
+    told.is_wrong("what is referred to cannot be read")
+
+
+def test_a_hold_is_of_the_newest_version(told: Told) -> None:
+    told.put("a", versions=[1])
+    told.put("a", versions=[2])
+    told.call("hold", ("a",), [1])
+    told.is_wrong("it sees version 1 of 'a', which is at 2")

@@ -90,7 +90,7 @@ async def test_no_port_is_open_unless_a_client_uses_it() -> None:
             sys.stdout.flush()
             await asyncio.Event().wait()
             """
-        with Script(reader, fresh=True):
+        with Script(reader):
             await until(lambda: _open_ports(server) == 1, 30)
         await until(lambda: _open_ports(server) == 0, 10)
 

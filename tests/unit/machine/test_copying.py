@@ -401,3 +401,33 @@ print(len(names))
         check=True,
     )
     assert done.stdout == "3\n"
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths=st.lists(st.integers(1, 40_000), min_size=1, max_size=12),
+    into=st.booleans(),
+    stream=st.booleans(),
+)
+def test_columns(engine: ModuleType, lengths: list[int], into: bool, stream: bool) -> None:
+    """Each run goes to its own place, in either direction, and nothing lies between them."""
+    total = sum(lengths) + 8 * len(lengths)
+    content = noise(total)
+    here, there = Memory(content if into else bytes(total)), Memory(bytes(total))
+    if not into:
+        there = Memory(content)
+    starts = [sum(lengths[:at]) + 8 * at for at in range(len(lengths))]
+    addresses = [here.address + start for start in starts]
+    engine.copy_columns(addresses, starts, lengths, there.address, into=into, stream=stream)
+    expected = bytearray(total)
+    for start, length in zip(starts, lengths, strict=True):
+        expected[start : start + length] = content[start : start + length]
+    assert (there if into else here).content() == expected
+
+
+@needs_native
+def test_columns_of_different_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match="different lengths"):
+        copying.copy_columns([1, 2], [1, 2], [0], 0, into=True, stream=False)
+    with pytest.raises(TypeError):
+        copying.copy_columns([1], ["2"], [0], 0, into=True, stream=False)  # type: ignore[list-item]

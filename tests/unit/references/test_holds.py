@@ -412,6 +412,32 @@ def test_what_a_process_has_received_that_died_is_not_in_flight(store: Store, en
     assert store.used == 0
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_what_a_child_sends_waits_for_what_it_inherits(store: Store, ends: bool):
+    """The connections of the child and of its own child are read before that of its parent."""
+    parent, child, grandchild, receiver = (store.session() for _ in range(4))
+    first, second = (store.put_object(parent, hold, b"value") for hold in (1, 2))
+    store.holds.adopt(grandchild, 8)
+    store.holds.adopt(child, 7)
+    store.holds.unhold(child, [1])
+    store.holds.lend(child, 2, 77)
+    store.holds.lend_all(child, 8)
+    if ends:
+        store.controller.close_session(child)
+    store.holds.lend_all(parent, 7)
+    store.holds.unhold(parent, [1, 2])
+    assert not store.has(first)
+    assert grandchild.holds.keys() == {2}
+    store.controller.close_session(grandchild)
+    store.claim(receiver, 5, 77, second)
+    store.controller.close_session(child)
+    store.clock.advance(2 * GRACE_S)
+    assert store.has(second)
+    store.holds.unhold(receiver, [5])
+    assert not store.has(second)
+    assert store.used == 0
+
+
 def test_a_claim_that_comes_too_late_holds_nothing(store: Store):
     sender, receiver = store.session(), store.session()
     ref = store.put_object(sender, 1, b"value")

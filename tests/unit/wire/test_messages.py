@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import inspect as mi
+from tests.profiles import each
 
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.values import ObjectMeta, StateDictMeta, TensorMeta, TensorSlice
@@ -80,6 +81,7 @@ def decoder(cls: type[Any]) -> Any:
 
 
 @pytest.mark.parametrize("cls", REQUESTS + REPLIES, ids=lambda cls: cls.__name__)
+@each()
 @given(data=st.data())
 def test_round_trip(cls: type[Any], data: st.DataObject) -> None:
     message = data.draw(messages_of(cls))
@@ -90,6 +92,7 @@ def test_round_trip(cls: type[Any], data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("cls", REQUESTS + REPLIES, ids=lambda cls: cls.__name__)
+@each()
 @given(data=st.data())
 def test_what_is_cut_or_continued_is_refused(cls: type[Any], data: st.DataObject) -> None:
     body = body_of(data.draw(messages_of(cls)))

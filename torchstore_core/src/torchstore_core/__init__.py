@@ -15,7 +15,9 @@ The server imports this package, too, so torch is not imported until a name that
 
 from __future__ import annotations
 
+import gc
 import importlib
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from torchstore_core.errors import (
@@ -188,13 +190,25 @@ def _strategy(name: str) -> Any:
         raise PluginError(f"{hint} ({error.message})") from error
 
 
+def _load(module: str) -> ModuleType:
+    """Import a module of the package. The garbage collector pauses meanwhile: what modules make
+    stays, and a full collection would look at all that torch has made, for longer than this takes.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module(f"torchstore_core.{module}")
+    finally:
+        if collects:
+            gc.enable()
+
+
 def __getattr__(name: str) -> Any:
     if name in _STRATEGIES:
         return _strategy(name)
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = f"torchstore_core.{_HOMES.get(name, 'api')}"
-    value = getattr(importlib.import_module(module), name)
+    value = getattr(_load(_HOMES.get(name, "api")), name)
     globals()[name] = value
     return value
 

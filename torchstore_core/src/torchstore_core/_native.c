@@ -59,6 +59,15 @@ typedef struct {
     size_t nbytes;
 } Piece;
 
+static void copy_all(const Piece *pieces, Py_ssize_t count, int stream) {
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t at = 0; at < count; at++) {
+        if (stream) copy_stream(pieces[at].dst, pieces[at].src, pieces[at].nbytes);
+        else memcpy(pieces[at].dst, pieces[at].src, pieces[at].nbytes);
+    }
+    Py_END_ALLOW_THREADS
+}
+
 /* copy_runs(runs, base, into, stream): see _native.pyi. */
 static PyObject *copy_runs(PyObject *self, PyObject *args) {
     PyObject *runs;
@@ -85,12 +94,42 @@ static PyObject *copy_runs(PyObject *self, PyObject *args) {
         pieces[at].src = into ? here : there;
         pieces[at].nbytes = (size_t)numbers[2];
     }
-    Py_BEGIN_ALLOW_THREADS
-    for (Py_ssize_t at = 0; at < count; at++) {
-        if (stream) copy_stream(pieces[at].dst, pieces[at].src, pieces[at].nbytes);
-        else memcpy(pieces[at].dst, pieces[at].src, pieces[at].nbytes);
+    copy_all(pieces, count, stream);
+    PyMem_Free(pieces);
+    Py_RETURN_NONE;
+}
+
+/* copy_columns(addresses, offsets, sizes, base, into, stream): see _native.pyi. */
+static PyObject *copy_columns(PyObject *self, PyObject *args) {
+    PyObject *columns[3];
+    long long base;
+    int into, stream;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "O!O!O!Lpp", &PyList_Type, &columns[0], &PyList_Type, &columns[1],
+                          &PyList_Type, &columns[2], &base, &into, &stream))
+        return NULL;
+    Py_ssize_t count = PyList_GET_SIZE(columns[0]);
+    if (PyList_GET_SIZE(columns[1]) != count || PyList_GET_SIZE(columns[2]) != count) {
+        PyErr_SetString(PyExc_ValueError, "the columns have different lengths");
+        return NULL;
     }
-    Py_END_ALLOW_THREADS
+    Piece *pieces = PyMem_New(Piece, (size_t)count + 1);
+    if (pieces == NULL) return PyErr_NoMemory();
+    for (Py_ssize_t at = 0; at < count; at++) {
+        long long numbers[3];
+        for (int i = 0; i < 3; i++) {
+            numbers[i] = PyLong_AsLongLong(PyList_GET_ITEM(columns[i], at));
+            if (numbers[i] == -1 && PyErr_Occurred()) {
+                PyMem_Free(pieces);
+                return NULL;
+            }
+        }
+        char *here = (char *)(uintptr_t)numbers[0], *there = (char *)(uintptr_t)(base + numbers[1]);
+        pieces[at].dst = into ? there : here;
+        pieces[at].src = into ? here : there;
+        pieces[at].nbytes = (size_t)numbers[2];
+    }
+    copy_all(pieces, count, stream);
     PyMem_Free(pieces);
     Py_RETURN_NONE;
 }
@@ -505,6 +544,8 @@ static PyMethodDef methods[] = {
     {"checksum", checksum, METH_O, "checksum(data)\n\nA 64-bit checksum of a buffer, GIL released."},
     {"copy_runs", copy_runs, METH_VARARGS,
      "copy_runs(runs, base, into, stream)\n\nCopy each (address, offset, nbytes), GIL released."},
+    {"copy_columns", copy_columns, METH_VARARGS,
+     "copy_columns(addresses, offsets, sizes, base, into, stream)\n\nCopy many runs, GIL released."},
     {"copy_rows", copy_rows, METH_VARARGS,
      "copy_rows(grids, stream)\n\nCopy each (dst, src, nbytes, rows, dst step, src step) of an int64\n"
      "buffer, row by row, GIL released."},

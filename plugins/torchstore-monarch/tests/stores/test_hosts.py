@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.monarch import acts
+from tests.monarch import acts, dtensors
 from tests.monarch.jobs import Job
 from tests.support import turn, until
 
@@ -87,17 +87,17 @@ async def test_state_dicts(hosts_store: Job) -> None:
 
 async def test_a_dtensor_across_both_hosts(hosts_store: Job, tmp_path: Path) -> None:
     group = str(tmp_path / "group")
-    await asyncio.gather(*(hosts_store.at(i, acts.join_group, i, 2, group) for i in (0, 1)))
+    await asyncio.gather(*(hosts_store.at(i, dtensors.join_group, i, 2, group) for i in (0, 1)))
     try:
-        await asyncio.gather(*(hosts_store.at(i, acts.put_dtensor, "dt", 0) for i in (0, 1)))
+        await asyncio.gather(*(hosts_store.at(i, dtensors.put_dtensor, "dt", 0) for i in (0, 1)))
         for dim in (0, 1, None):
             got = await asyncio.gather(
-                *(hosts_store.at(i, acts.get_dtensor, "dt", dim) for i in (0, 1))
+                *(hosts_store.at(i, dtensors.get_dtensor, "dt", dim) for i in (0, 1))
             )
             assert got == [True, True]
-        assert torch.equal(await hosts_store.root(acts.get, "dt"), acts.whole())
+        assert torch.equal(await hosts_store.root(acts.get, "dt"), dtensors.whole())
     finally:
-        await asyncio.gather(*(hosts_store.at(i, acts.leave_group) for i in (0, 1)))
+        await asyncio.gather(*(hosts_store.at(i, dtensors.leave_group) for i in (0, 1)))
 
 
 async def test_a_wait_for_another_host(hosts_store: Job) -> None:

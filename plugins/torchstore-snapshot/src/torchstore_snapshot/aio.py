@@ -1,7 +1,9 @@
 """The same calls for programs that are async: ``from torchstore_snapshot.aio import Snapshot``.
 
-Names, arguments, results and errors are those of :class:`torchstore_snapshot.Snapshot`. Calls that
-take long run in a thread, so that the event loop goes on. Cancelling such a call does not stop it.
+Names, arguments, results and errors are those of :mod:`torchstore_snapshot`. What blocks runs in a
+thread, so that the event loop goes on. A call that is cancelled raises CancelledError when it has
+stopped: by then it neither reads nor writes any tensor of the program. A take that was not
+committed at that moment never is; a restore may have written to some tensors.
 """
 
 from __future__ import annotations
@@ -10,16 +12,21 @@ import os
 from functools import partial
 from typing import Any
 
-from torchstore_core.clients.calls.thread_loops import in_thread
 from torchstore_core.clients.state_dicts.getting import StateDictReport
+from torchstore_snapshot.api import series as blocking_series
 from torchstore_snapshot.api import snapshot as blocking
 from torchstore_snapshot.api.pending import PendingSnapshot
 from torchstore_snapshot.api.stateful import AppState
 from torchstore_snapshot.api.stores import load_into_store, snapshot_store
-from torchstore_snapshot.format.manifest import Entry
+from torchstore_snapshot.errors import SnapshotCorruptError
+from torchstore_snapshot.format.manifest import Entry, Manifest
+from torchstore_snapshot.progress import Progress
 from torchstore_snapshot.restoring.restore import Verify
+from torchstore_snapshot.series.gc import GcReport
+from torchstore_snapshot.series.gc import gc as blocking_gc
+from torchstore_snapshot.stopping import in_thread
 
-__all__ = ["Snapshot", "load_into_store", "snapshot_store"]
+__all__ = ["Series", "Snapshot", "gc", "load_into_store", "snapshot_store"]
 
 
 class Snapshot:
@@ -44,10 +51,17 @@ class Snapshot:
         cls, path: str | os.PathLike[str], app_state: AppState, *args: Any, **kwargs: Any
     ) -> Snapshot:
         """See :meth:`torchstore_snapshot.Snapshot.take`; raises the same."""
-        made = cls(path)
         take = partial(blocking.Snapshot.take, path, app_state, *args, **kwargs)
-        made._snapshot = await in_thread(take)
+        return cls._of(await in_thread(take))
+
+    @classmethod
+    def _of(cls, snapshot: blocking.Snapshot) -> Snapshot:
+        made = cls.__new__(cls)
+        made._snapshot, made.path = snapshot, snapshot.path
         return made
+
+    def __repr__(self) -> str:
+        return repr(self._snapshot)
 
     @staticmethod
     async def async_take(
@@ -61,14 +75,30 @@ class Snapshot:
         )
 
     async def restore(
-        self, app_state: AppState, strict: bool = True, *, verify: Verify = True
+        self,
+        app_state: AppState,
+        strict: bool = True,
+        *,
+        verify: Verify = True,
+        progress: Progress = False,
     ) -> StateDictReport:
         """See :meth:`torchstore_snapshot.Snapshot.restore`; raises the same."""
-        return await in_thread(partial(self._snapshot.restore, app_state, strict, verify=verify))
+        restore = self._snapshot.restore
+        return await in_thread(
+            partial(restore, app_state, strict, verify=verify, progress=progress)
+        )
 
     async def read_object(self, path: str, *args: Any, **kwargs: Any) -> Any:
         """See :meth:`torchstore_snapshot.Snapshot.read_object`; raises the same."""
         return await in_thread(partial(self._snapshot.read_object, path, *args, **kwargs))
+
+    async def verify(self, *, progress: Progress = False) -> dict[str, SnapshotCorruptError]:
+        """See :meth:`torchstore_snapshot.Snapshot.verify`; raises the same."""
+        return await in_thread(partial(self._snapshot.verify, progress=progress))
+
+    async def manifest(self) -> Manifest:
+        """See :attr:`torchstore_snapshot.Snapshot.manifest`; raises the same."""
+        return await in_thread(lambda: self._snapshot.manifest)
 
     async def get_manifest(self) -> dict[str, Entry]:
         """See :meth:`torchstore_snapshot.Snapshot.get_manifest`; raises the same."""
@@ -77,3 +107,62 @@ class Snapshot:
     async def get_state_dict_for_key(self, key: str, *, verify: bool = True) -> dict[str, Any]:
         """See :meth:`torchstore_snapshot.Snapshot.get_state_dict_for_key`; raises the same."""
         return await in_thread(partial(self._snapshot.get_state_dict_for_key, key, verify=verify))
+
+
+class Series:
+    """The snapshots in a folder. Arguments are those of :class:`torchstore_snapshot.Series`.
+
+    >>> import asyncio, tempfile, torch
+    >>> from torchstore_snapshot import StateDict
+    >>> async def main(folder):
+    ...     series = Series(folder, keep_last=1)
+    ...     for step in range(2):
+    ...         _ = await series.take(f"step-{step}", {"m": StateDict(w=torch.ones(3) * step)})
+    ...     return await series.names(), await (await series.latest()).read_object("m/w")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     asyncio.run(main(folder))
+    (['step-1'], tensor([1., 1., 1.]))
+    """
+
+    def __init__(self, path: str | os.PathLike[str], keep_last: int | None = None) -> None:
+        self._series = blocking_series.Series(path, keep_last)
+        self.path, self.keep_last = self._series.path, keep_last
+
+    def __repr__(self) -> str:
+        return repr(self._series)
+
+    async def names(self) -> list[str]:
+        """See :meth:`torchstore_snapshot.Series.names`; raises the same."""
+        return await in_thread(self._series.names)
+
+    async def latest(self) -> Snapshot:
+        """See :meth:`torchstore_snapshot.Series.latest`; raises the same."""
+        return Snapshot._of(await in_thread(self._series.latest))
+
+    async def take(self, name: str, app_state: AppState, **options: Any) -> Snapshot:
+        """See :meth:`torchstore_snapshot.Series.take`; raises the same."""
+        take = partial(self._series.take, name, app_state, **options)
+        return Snapshot._of(await in_thread(take))
+
+    async def async_take(self, name: str, app_state: AppState, **options: Any) -> PendingSnapshot:
+        """See :meth:`torchstore_snapshot.Series.async_take`; raises the same. What it returns can
+        be awaited for the (blocking) snapshot.
+        """
+        return await in_thread(partial(self._series.async_take, name, app_state, **options))
+
+    async def gc(self, *, dry_run: bool = False, grace: float | None = None) -> GcReport:
+        """See :meth:`torchstore_snapshot.Series.gc`; raises the same."""
+        return await in_thread(partial(self._series.gc, dry_run=dry_run, grace=grace))
+
+
+async def gc(
+    path: str | os.PathLike[str],
+    *,
+    keep_last: int | None = None,
+    dry_run: bool = False,
+    grace: float | None = None,
+) -> GcReport:
+    """See :func:`torchstore_snapshot.gc`; raises the same."""
+    return await in_thread(
+        partial(blocking_gc, path, keep_last=keep_last, dry_run=dry_run, grace=grace)
+    )

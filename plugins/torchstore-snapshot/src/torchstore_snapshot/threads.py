@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 
 from torchstore_core.machine.copying import copy_threads
+from torchstore_snapshot.stopping import Stop, Stopped, check, current, until
 
 __all__ = ["run_tasks"]
 
@@ -22,6 +23,7 @@ def run_tasks(tasks: Iterable[Task], threads: int | None = None) -> None:
 
     Raises:
         BaseException: what the first failed task raised, when all running tasks have ended.
+        Stopped: the call that this is part of was stopped; see :mod:`.stopping`.
 
     >>> done = []
     >>> run_tasks([lambda: done.append(1), lambda: done.append(2)])
@@ -29,22 +31,25 @@ def run_tasks(tasks: Iterable[Task], threads: int | None = None) -> None:
     [1, 2]
     """
     queue = _Queue(iter(tasks))
+    stop = Stop(current())
     count = copy_threads() if threads is None else threads
     helpers: list[threading.Thread] = []
     try:
         for i in range(count - 1):
             if queue.empty:
                 break
-            helper = threading.Thread(target=queue.work, name=f"torchstore-snapshot-{i}")
+            helper = threading.Thread(
+                target=stop.run, args=(queue.work,), name=f"torchstore-snapshot-{i}"
+            )
             helper.start()
             helpers.append(helper)
-        queue.work()
+        stop.run(queue.work)
     except BaseException:  # an interrupt: the buffers of the tasks must not be in use afterwards
-        queue.stop()
+        stop.set()
         raise
     finally:
         for helper in helpers:
-            helper.join()
+            until(helper.join)
     if queue.error is not None:
         raise queue.error
 
@@ -56,19 +61,17 @@ class _Queue:
         self.empty = False
         self.error: BaseException | None = None
 
-    def stop(self) -> None:
-        self.empty = True
-
     def work(self) -> None:
         while True:
             try:
+                check()
                 with self._lock:
                     task = None if self.empty else next(self._tasks, None)
                     if task is None:
                         self.empty = True
                         return
                 task()
-            except Exception as error:  # noqa: BLE001 - raised again by the calling thread
+            except (Exception, Stopped) as error:  # noqa: BLE001 - raised again by the caller
                 with self._lock:
                     self.error = self.error or error
                 self.empty = True

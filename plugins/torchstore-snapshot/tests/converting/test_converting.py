@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import transformers
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
@@ -177,6 +176,8 @@ def test_damaged_sources_leave_nothing(tmp_path: Path) -> None:
 
 
 def test_a_published_model_becomes_a_snapshot_and_is_published_again(tmp_path: Path) -> None:
+    import transformers  # half a second, which no other test needs
+
     config = transformers.BertConfig(
         vocab_size=32,
         hidden_size=8,

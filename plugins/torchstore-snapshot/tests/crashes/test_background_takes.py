@@ -24,8 +24,7 @@ import torchstore_core as ts
 from torchstore_snapshot import Snapshot, StateDict, gc
 from torchstore_snapshot.api.stateful import AppState
 from torchstore_snapshot.background import messages as m
-from torchstore_snapshot.background.process import Job
-from torchstore_snapshot.background.staging import PREFIX, _begin
+from torchstore_snapshot.background.staging import PREFIX, begin_message
 from torchstore_snapshot.background.writer import _Program, _serve
 from torchstore_snapshot.format.paths import MANIFEST
 from torchstore_snapshot.ranks import Ranks
@@ -152,7 +151,8 @@ async def test_a_program_that_dies_when_its_snapshot_is_committed(tmp_path: Path
     try:
         await client.put_state_dict({"0": state["m"].state_dict()["w"]}, "staged")
         threading.Thread(target=_serve, args=(here, inbox, _Program()), daemon=True).start()
-        inbox.put(_begin(prepared, Job(1, lambda: None)))
+        inbox.put(m.Join(1, prepared.url, prepared.take, 0, 1))
+        inbox.put(begin_message(prepared, 1))
         inbox.put(m.Batch(1, client.address, "staged", [m.Chunk(0, 0, 0)]))
         assert m.receive(there)  # the batch was written
         there.close()  # from here on, nobody hears of it

@@ -72,8 +72,10 @@ def said(script: Script) -> list[int]:
 
 
 def files(folder: Path) -> Iterator[str]:
+    """All but manifests, and maps beside them."""
     for path in folder.glob("*/*"):
-        if path.name != MANIFEST and not path.name.endswith(".index.json"):
+        map_of_it = path.name == "m.safetensors.index.json" and (path.parent / MANIFEST).exists()
+        if path.name != MANIFEST and not map_of_it:
             yield f"{path.parent.name}/{path.name}"
 
 

@@ -13,8 +13,11 @@ import torch
 from tests.processes import run_script
 from tests.support import until
 
-from torchstore_snapshot import Snapshot, StateDict, gc
+from torchstore_snapshot import Snapshot, StateDict, TakeLostError, gc
+from torchstore_snapshot.format.paths import claim_file
+from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.storage.opening import leavings, open_storage
+from torchstore_snapshot.taking.take import TakeOptions, commit, prepare, write
 
 _PAGE = 4096
 
@@ -120,6 +123,25 @@ def test_a_disk_that_is_full_at_any_moment(small_disk: Path, how: str) -> None:
         pages += 1
     assert codes == {errno.ENOSPC}
     assert failed > 5
+
+
+def test_what_a_dead_take_has_left_is_collected_on_a_full_disk(small_disk: Path) -> None:
+    folder = small_disk / "series"
+    Snapshot.take(folder / "0", state(1))
+    dying = prepare(str(folder / "1"), state(2), Ranks.alone(), None, TakeOptions())
+    part = write(dying)
+    assert dying.claim is not None
+    dying.claim.stop()
+    path = folder / "1" / claim_file(dying.take)
+    path.write_bytes(path.read_bytes().replace(b'"started":', b'"started":9', 1))
+    fill(small_disk, 0)
+    report = gc(folder)
+    assert report.dead == (dying.take,)
+    assert {file.name for file in report.files} == {path.name, dying.files[0].name}
+    assert not [*(folder / "1").iterdir()]
+    (small_disk / "ballast").unlink()
+    with pytest.raises(TakeLostError):  # if it was only slow
+        commit(dying.storage, dying.take, [part], dying.options, claim=dying.claim)
 
 
 def snapshots(folder: Path) -> list[str]:

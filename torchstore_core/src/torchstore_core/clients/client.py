@@ -18,7 +18,21 @@ from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.state_dicts import getting
 from torchstore_core.clients.state_dicts.getting import StateDictReport
 from torchstore_core.clients.state_dicts.putting import PendingPut, plan_put
-from torchstore_core.clients.transfer.gets import ValueRequest, asks_of, get_asks
+from torchstore_core.clients.transfer.columns.gets import Named, names_and_tensors
+from torchstore_core.clients.transfer.columns.sources import (
+    TensorColumns,
+    keys_of,
+    tensor_columns,
+    total,
+)
+from torchstore_core.clients.transfer.gets import (
+    Found,
+    ValueRequest,
+    asks_of,
+    get_asks,
+    get_named,
+    requests_of,
+)
 from torchstore_core.clients.transfer.puts import Putting, put_object, put_sources
 from torchstore_core.clients.transfer.sources import Source, look_again, prepare, prepare_all
 from torchstore_core.clients.values.sharding import TensorShard
@@ -26,6 +40,7 @@ from torchstore_core.contracts.when_full import when_full_code
 from torchstore_core.errors import ConfigurationError, UnsupportedValueError, VersionGoneError
 from torchstore_core.values import ObjectRef, Request, StateDictMeta, TensorSlice
 from torchstore_core.wire import messages as m
+from torchstore_core.wire.columns import FEWEST
 
 if TYPE_CHECKING:
     import torch
@@ -203,13 +218,20 @@ class Client(VolumeOperations):
         pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
         clock.version = exact = check_version(version, rewind=rewind)
         code = 0 if when_full is None else when_full_code(when_full)
-        sources, counts = prepare_all(items, allow_pickle=pickle_too)
+        sources: Sequence[Source] | TensorColumns | None = None
+        counts: list[int] | None = None
+        if len(items) >= FEWEST:
+            sources = tensor_columns(*zip(*items, strict=True))
+        if sources is None:
+            sources, counts = prepare_all(items, allow_pickle=pickle_too)
         refs: list[ObjectRef] = []
         if sources:
-            nbytes = sum([source.nbytes for source in sources])
+            nbytes = total(sources)
             here = self._here(clock)
             if here is None:
                 here = await self._join(clock)
+                if isinstance(sources, TensorColumns):
+                    sources = sources.sources()
                 look_again(sources)
             session, channel = here
             reply = await put_sources(
@@ -222,8 +244,7 @@ class Client(VolumeOperations):
                 rewind=rewind,
                 when_full=code,
             )
-            keys = [sources[0].key] if len(sources) == 1 else [source.key for source in sources]
-            refs = refs_of(keys, reply, session.welcome.incarnation)
+            refs = refs_of(keys_of(sources), reply, session.welcome.incarnation)
         if counts is not None:
             each = iter(refs)  # one for each shard
             shards = [[next(each) for _ in range(count)] for count in counts]
@@ -320,6 +341,10 @@ class Client(VolumeOperations):
         """
         with self._watch("get_batch", timeout) as clock:
             asked = keys if isinstance(keys, Mapping | str) else list(keys)
+            if (named := names_and_tensors(asked)) is not None:
+                clock.entries = len(named.keys)
+                values = await self._get(named, clock, allow_pickle)
+                return dict(zip(named.keys, values, strict=True))
             wants = [*_wants(asked)]
             clock.entries = len(wants)
             if not wants:
@@ -333,21 +358,33 @@ class Client(VolumeOperations):
             return {want.key: value for want, value in zip(wants, values, strict=True)}
 
     async def _get(
-        self, wants: Sequence[ValueRequest], clock: Clock, allow_pickle: bool | None
-    ) -> list[Any]:
+        self, wants: Sequence[ValueRequest] | Named, clock: Clock, allow_pickle: bool | None
+    ) -> Sequence[Any]:
         pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
-        clock.key, clock.version = wants[0].key, wants[0].version
         values: list[Any] = []
         dicts: list[tuple[int, int, StateDictMeta]] = []
         into_own = False
-        for want in wants:
-            if want.tensor is not None:
-                into_own = True
-                break
-        asked = [asks_of(want) for want in wants] if into_own else [[want] for want in wants]
-        asks = [ask for parts in asked for ask in parts] if into_own else wants
-        session, channel = self._here(clock) or await self._join(clock)
-        got, entries = await get_asks(session, channel, asks, clock, pickle_too)
+        if isinstance(wants, Named):
+            clock.key = wants.keys[0]
+            session, channel = self._here(clock) or await self._join(clock)
+            reply = await get_named(session, channel, wants, clock, pickle_too)
+            if isinstance(reply, Found):
+                clock.version = reply.version
+                return reply.values
+            got, entries = reply
+            into_own = wants.tensors is not None
+            wants = requests_of(wants)
+            asked = [[want] for want in wants]
+        else:
+            clock.key, clock.version = wants[0].key, wants[0].version
+            for want in wants:
+                if want.tensor is not None:
+                    into_own = True
+                    break
+            asked = [asks_of(want) for want in wants] if into_own else [[want] for want in wants]
+            asks = [ask for parts in asked for ask in parts] if into_own else wants
+            session, channel = self._here(clock) or await self._join(clock)
+            got, entries = await get_asks(session, channel, asks, clock, pickle_too)
         if not (into_own or any(type(entry.meta) is StateDictMeta for entry in entries)):
             clock.version = entries[0].version
             return [got[at] for at in range(len(wants))]
@@ -452,7 +489,7 @@ class Client(VolumeOperations):
             clock.entries = len(sources)
             if blocking:
                 return await _publish(session, channel, key, planned, clock, exact, rewind, code)
-            nbytes = sum([source.nbytes for source in sources])
+            nbytes = total(sources)
             if group is None or nbytes <= session.inline_max():
                 ref = await _publish(session, channel, key, planned, clock, exact, rewind, code)
                 return PendingPut.finished(ref)
@@ -517,7 +554,8 @@ class Client(VolumeOperations):
                 await self._wait([key], min_version or 1, clock, follows)
             how = getting.Filling(strict, cast, report, pickle_too)
             session, channel = self._here(clock) or await self._join(clock)
-            result = await getting.fetch(session, channel, key, exact, wanted, clock, how)
+            what = key, exact, wanted, clock, how
+            result = await getting.fetch(session, channel, *what, user_state_dict=user_state_dict)
             clock.entries, clock.version = result.entries, result.version
             if self._joined.renewed is not None:
                 self._joined.renewed.told([key])
@@ -528,7 +566,7 @@ async def _publish(
     session: Session,
     channel: Channel,
     key: str,
-    planned: tuple[list[Source], m.Publication | None],
+    planned: tuple[Sequence[Source] | TensorColumns, m.Publication | None],
     clock: Clock,
     version: int,
     rewind: bool,
@@ -538,7 +576,7 @@ async def _publish(
     sources, group = planned
     if group is None:
         return ObjectRef(key, 0)
-    nbytes = sum([source.nbytes for source in sources])
+    nbytes = total(sources)
     reply = await put_sources(
         session,
         channel,

@@ -26,13 +26,21 @@ try:
     from torchstore_core._native import copy_runs as _native_runs
 except ImportError:  # built without a compiler
     _native_runs = _native_rows = None  # type: ignore[assignment]
+try:
+    from torchstore_core._native import copy_columns as _native_columns
+except ImportError:  # or from older source than this
+    _native_columns = None  # type: ignore[assignment]
 _copy_runs: Callable[[list[Piece], int, bool, bool], None] | None = _native_runs
+_copy_columns: Callable[[list[int], list[int], list[int], int, bool, bool], None] | None = (
+    _native_columns
+)
 _copy_rows: Callable[[array[int], bool], None] | None = _native_rows
 
 __all__ = [
     "CHUNK",
     "CopyJob",
     "chunk_size",
+    "copy_columns",
     "copy_grids",
     "copy_pieces",
     "copy_runs",
@@ -97,6 +105,22 @@ def copy_runs(runs: Iterable[Piece], base: int, *, into: bool, stream: bool) -> 
             ctypes.memmove(base + offset, address, nbytes)
         else:
             ctypes.memmove(address, base + offset, nbytes)
+
+
+def copy_columns(
+    addresses: list[int],
+    offsets: list[int],
+    sizes: list[int],
+    base: int,
+    *,
+    into: bool,
+    stream: bool,
+) -> None:
+    """:func:`copy_runs` with a list for each of the three numbers of a run."""
+    if _copy_columns is not None:
+        _copy_columns(addresses, offsets, sizes, base, into, stream)
+    else:
+        copy_runs(zip(addresses, offsets, sizes, strict=True), base, into=into, stream=stream)
 
 
 def copy_grids(grids: Iterable[Grid], *, stream: bool) -> None:

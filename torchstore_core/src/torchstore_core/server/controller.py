@@ -26,7 +26,13 @@ from torchstore_core.machine.topology import Topology
 from torchstore_core.reports.bandwidths import DEFAULT_BANDWIDTH
 from torchstore_core.server.index.catalog import Catalog
 from torchstore_core.server.index.collective_puts import CollectivePut
-from torchstore_core.server.index.items import grants_of
+from torchstore_core.server.index.items import (
+    PutItems,
+    grants_of,
+    items_of,
+    one_by_one,
+    packed_grant,
+)
 from torchstore_core.server.index.key_history import PutTarget
 from torchstore_core.server.index.records import (
     Change,
@@ -195,14 +201,14 @@ class Controller:
         if request.txn in session.given_back:
             session.given_back.discard(request.txn)
             raise ProtocolError(f"put id {request.txn} was aborted before it began")
-        items = request.items
+        items = request.items if request.columns is None else items_of(request)
         if not items and request.group is None:
             raise ProtocolError("a put needs at least one item")
         if request.version or request.group is not None or type(request) is m.Rewind:
-            return self._put_joined(session, request)
-        for item in items:
+            return self._put_joined(session, request, items)
+        for item in request.items:
             if item.part is not None:
-                return self._put_joined(session, request)
+                return self._put_joined(session, request, items)
         when_full = request.when_full
         when_full = self.spilling.choice(when_full) if when_full else self.spilling.default
         placed, inline, sizes = checked_items(items)
@@ -217,6 +223,8 @@ class Controller:
         txn = Txn(values, granted, values, [], values, when_full)
         self._begin(session, request.txn, txn)
         if len(granted) == 1:
+            if type(items) is PutItems and (packed := packed_grant(values, placed)) is not None:
+                return [], packed
             return [], [m.Grant(v.volume, 0, v.offset) for v in values if v.data is None]
         return [], grants_of([v for v in values if v.data is None])
 
@@ -246,10 +254,10 @@ class Controller:
         return [], grants_of(values)
 
     def _put_joined(
-        self, session: SessionRecord, request: m.Put
+        self, session: SessionRecord, request: m.Put, items: Sequence[m.PutItem]
     ) -> tuple[list[int], list[m.Grant | None] | None]:
         """Begin a put that contributes to generations: shards, a state dict, a named version."""
-        put = CollectivePut(self.catalog, session, request)
+        put = CollectivePut(self.catalog, session, request, items)
         when_full = self.spilling.choice(request.when_full, keeps=put.keeps_older)
         self._free(put.clear())
         try:
@@ -261,7 +269,7 @@ class Controller:
         finally:  # the put may have dropped a generation that later ones were waiting for
             if self.catalog.unsettled:
                 self._apply(*self.catalog.settle())
-        grants = put.grants(values)
+        grants = put.grants(values, placed if len(granted) == 1 else -1)
         if grants is None:
             return self._finish(txn), None
         self._begin(session, request.txn, txn)
@@ -281,7 +289,7 @@ class Controller:
         """
         runs = self._place(session.facts, items, placed, inline, sizes, collective)
         values, granted = values_in_runs(items, session.facts, runs)
-        if collective is not None:
+        if collective is not None and collective.in_boxes:
             for value, box in zip(values, collective.boxes, strict=True):
                 if box is not None:
                     value.box = box
@@ -464,9 +472,11 @@ class Controller:
 
     # ---- get ------------------------------------------------------------------------------
 
-    def locate(self, session: SessionRecord, request: m.Locate) -> tuple[list[m.Entry], bool]:
+    def locate(
+        self, session: SessionRecord, request: m.Locate
+    ) -> tuple[list[m.Entry] | m.EntryColumns, bool]:
         """Return entries for all wanted values, from one snapshot, and whether they are now leased
-        under ``lease``.
+        under ``lease``. They are in columns if the request was for keys and all of them fit.
 
         Raises:
             KeyNotFoundError, VersionGoneError, ObjectLostError: a value cannot be read; nothing is
@@ -474,6 +484,11 @@ class Controller:
             ProtocolError: the lease id is in use.
             Delayed, StoreFullError: see ``Spilling.use``.
         """
+        if isinstance(request, m.LocateKeys):
+            columns = self._columns(session, request, map(self.catalog.newest.get, request.keys))
+            if columns is not None:
+                return columns, True
+            request = one_by_one(request)
         by_ref: dict[int, Stored] = {}  # what references hold, by the id() of the want
         if type(request) is m.LocateRefs:
             for want, timeline in zip(request.wants, request.timelines, strict=False):
@@ -513,6 +528,20 @@ class Controller:
             session, request.lease, found, boxes, request.inline_max, request.avoid
         )
 
+    def _columns(
+        self,
+        session: SessionRecord,
+        request: m.Locate | m.Fetch,
+        found: Iterable[Stored | None],
+        version: int = 0,
+    ) -> m.EntryColumns | None:
+        """Lease what was found, and describe it in columns; None if it must be entries."""
+        if self.lost_volumes.any or self.spilling.active or request.wants:
+            return None
+        return self._leases.columns(
+            session, request.lease, list(found), request.inline_max, version
+        )
+
     def fetch(self, session: SessionRecord, request: m.Fetch) -> m.Fetched:
         """Return entries of one version of a state dict, leased under ``lease`` unless the reply
         contains all of their bytes.
@@ -542,6 +571,13 @@ class Controller:
                 key=request.key,
             )
         entries = manifest.entries
+        timeline = held.timeline if held else self.catalog.timeline(request.key, version)
+        if isinstance(request, m.FetchKeys) or request.wants is None:
+            reply = self._fetch_columns(session, request, manifest, version, timeline)
+            if reply is not None:
+                return reply
+        if isinstance(request, m.FetchKeys):
+            request = one_by_one(request)
         wanted: list[Stored | None]
         boxes: list[m.Box | None]
         paths: dict[int, bytes] = {}
@@ -586,7 +622,36 @@ class Controller:
             paths,
             same_as,
             leased,
-            timeline=held.timeline if held else self.catalog.timeline(request.key, version),
+            timeline=timeline,
+        )
+
+    def _fetch_columns(
+        self,
+        session: SessionRecord,
+        request: m.Fetch,
+        manifest: Manifest,
+        version: int,
+        timeline: int,
+    ) -> m.Fetched | None:
+        """Answer a Fetch in columns; None if that is impossible."""
+        entries = manifest.entries
+        names: list[str] = []
+        paths: dict[int, bytes] = {}
+        found: list[Stored | None]
+        if isinstance(request, m.FetchKeys):
+            asked = set(request.keys)
+            if len(asked) < len(entries):
+                names = [name for name in entries if name not in asked]
+            found = list(map(entries.get, request.keys))
+        else:
+            names, found = list(entries), list(entries.values())
+            if manifest.paths or len(set(map(id, found))) < len(found):
+                return None
+        columns = self._columns(session, request, found, version)
+        if columns is None:
+            return None
+        return m.Fetched(
+            request.id, version, [], names, paths, [], True, timeline=timeline, columns=columns
         )
 
     def release(
@@ -624,8 +689,8 @@ class Controller:
                     held[at] = None
             if not any(v is not None for v in held):
                 del session.leases[lease]
-        unpin = self._leases.unpin
-        self._free([value for value in returned if value is not None and unpin(value)])
+        if freed := self._leases.unpin(returned):
+            self._free(freed)
         if len(self.spilling.room):
             self.spilling.retry_soon()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -14,8 +14,21 @@ __all__ = ["HEADER", "FrameReader", "decode_reply", "decode_request", "encode", 
 HEADER = 4
 _MAX_DETAILS = 64 << 10
 _encoder = msgspec.msgpack.Encoder()
-decode_request = msgspec.msgpack.Decoder(messages.Request).decode
-decode_reply = msgspec.msgpack.Decoder(messages.Reply).decode
+_DECODED = {"decode_request": messages.Request, "decode_reply": messages.Reply}
+
+if TYPE_CHECKING:
+    decode_request = msgspec.msgpack.Decoder(messages.Request).decode
+    decode_reply = msgspec.msgpack.Decoder(messages.Reply).decode
+
+
+def __getattr__(name: str) -> Any:
+    """Make a decoder when it is first used. That takes a millisecond or two, most processes use
+    only one of the two, and a program that imports the package may use none.
+    """
+    if name not in _DECODED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    made = globals()[name] = msgspec.msgpack.Decoder(_DECODED[name]).decode
+    return made
 
 
 def encode(message: messages.Message) -> bytearray:

@@ -27,6 +27,8 @@ from torchstore_core.reports.status import SpillStatus as SpillStatus
 from torchstore_core.reports.status import StatusReport as StatusReport
 from torchstore_core.reports.status import VolumeStatus as VolumeStatus
 from torchstore_core.values import TensorSlice, ValueMeta
+from torchstore_core.wire.columns import EntryColumns as EntryColumns
+from torchstore_core.wire.columns import ItemColumns as ItemColumns
 from torchstore_core.wire.copies import CopierEnded as CopierEnded
 from torchstore_core.wire.copies import Copies as Copies
 from torchstore_core.wire.copies import Drain as Drain
@@ -58,7 +60,7 @@ from torchstore_core.wire.memory import Warm as Warm
 from torchstore_core.wire.memory import Warmed as Warmed
 from torchstore_core.wire.memory import WatchProcess as WatchProcess
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 13
 
 #: Largest frame, in bytes. A longer reply is sent in pages (``wire.paging``); a longer request is
 #: not possible. 18,000 entries of a state dict take about 2 MB.
@@ -159,7 +161,8 @@ class Put(Message, frozen=True, tag="put"):
     and the reply is :class:`Committed`.
 
     ``version``: the version to put, for every key; 0: the next one. ``when_full``: what is done
-    with the values when memory is full: PINNED, SPILLABLE, EVICTABLE, or 0.
+    with the values when memory is full: PINNED, SPILLABLE, EVICTABLE, or 0. ``columns``: the items,
+    if they are many whole tensors; ``items`` is then empty.
     """
 
     id: int
@@ -168,6 +171,7 @@ class Put(Message, frozen=True, tag="put"):
     version: int = 0
     group: Publication | None = None
     when_full: int = 0
+    columns: ItemColumns | None = None
 
 
 class Rewind(Put, frozen=True, tag="rewind"):
@@ -239,6 +243,12 @@ class LocateRefs(Locate, frozen=True, tag="locate-refs"):
     timelines: list[int] = []
 
 
+class LocateKeys(Locate, frozen=True, tag="locate-keys"):
+    """A Locate of the newest versions of ``keys``, whole; ``wants`` is empty."""
+
+    keys: list[str] = []
+
+
 class Fetch(Message, frozen=True, tag="fetch"):
     """Find a state dict, and lease entries of it under ``lease``. Reply :class:`Fetched`.
 
@@ -260,6 +270,12 @@ class FetchRef(Fetch, frozen=True, tag="fetch-ref"):
     """A Fetch of exactly the version that a ref names."""
 
     timeline: int = 0
+
+
+class FetchKeys(Fetch, frozen=True, tag="fetch-keys"):
+    """A Fetch of the entries ``keys``, whole; ``wants`` is empty."""
+
+    keys: list[str] = []
 
 
 class Release(Message, frozen=True, tag="release"):
@@ -403,8 +419,10 @@ Repeatable = (
     | Commit
     | Locate
     | LocateRefs
+    | LocateKeys
     | Fetch
     | FetchRef
+    | FetchKeys
     | Delete
     | Exists
     | Keys
@@ -415,6 +433,7 @@ Repeatable = (
     | Stat
     | List
     | Status
+    | Drain
     | Handshake
     | Settle
 )
@@ -458,8 +477,10 @@ Request = (
     | Abort
     | Locate
     | LocateRefs
+    | LocateKeys
     | Fetch
     | FetchRef
+    | FetchKeys
     | Release
     | Keep
     | Delete
@@ -527,7 +548,8 @@ class Granted(Message, frozen=True, tag="granted"):
     same bytes.
 
     If values have copies, a list of the same length follows for each further copy, with None for
-    values that have no such copy.
+    values that have no such copy. If the items came in columns and there is only one grant, it is
+    the place of the first, and the others follow it, see ``columns.in_a_row``.
     """
 
     id: int
@@ -578,12 +600,16 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Located(Message, frozen=True, tag="located"):
-    """The entries, in the order of the wants. ``leased``: whether the values are leased."""
+    """The entries, in the order of the wants. ``leased``: whether the values are leased.
+    ``columns``: the entries, if the request was for keys and all of them fit; ``entries`` is then
+    empty.
+    """
 
     id: int
     entries: list[Entry]
     leased: bool
     continued: bool = False
+    columns: EntryColumns | None = None
 
 
 class Fetched(Message, frozen=True, tag="fetched"):
@@ -596,6 +622,7 @@ class Fetched(Message, frozen=True, tag="fetched"):
         same_as: pairs ``[i, j]``: entry ``i`` shares its bytes with the earlier entry ``j``.
         leased: whether the values are leased.
         timeline: that of the version.
+        columns: see :class:`Located`; also if all entries were requested.
     """
 
     id: int
@@ -607,6 +634,7 @@ class Fetched(Message, frozen=True, tag="fetched"):
     leased: bool
     continued: bool = False
     timeline: int = 0
+    columns: EntryColumns | None = None
 
 
 class Handshaken(Message, frozen=True, tag="handshaken"):

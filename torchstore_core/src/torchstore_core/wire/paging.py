@@ -136,12 +136,17 @@ def _split(message: m.Message, fields: Sequence[str], parts: int) -> list[m.Mess
         return [message]
     step = -(-count // max(parts, 2))
     empty = {name: type(some)() for name, some in items.items()}
+    columns = getattr(message, "columns", None)
+    if columns is not None:  # only the last page has them
+        message = msgspec.structs.replace(message, columns=None)
     pages: list[m.Message] = []
     for name, some in items.items():
         listed = list(some.items()) if isinstance(some, dict) else some
         for start in range(0, len(listed), step):
             run = type(some)(listed[start : start + step])
             pages.append(msgspec.structs.replace(message, **(empty | {name: run})))
+    if columns is not None:
+        pages[-1] = msgspec.structs.replace(pages[-1], columns=columns)
     pages.reverse()
     return pages
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchstore_core.clients.state_dicts.getting import StateDictReport
@@ -10,7 +11,7 @@ from torchstore_core.errors import ConfigurationError
 from torchstore_core.values import TensorSlice
 from torchstore_snapshot.api.pending import PendingSnapshot
 from torchstore_snapshot.api.stateful import AppState
-from torchstore_snapshot.background.staging import begin
+from torchstore_snapshot.background.staging import allowed, begin
 from torchstore_snapshot.errors import SnapshotCorruptError
 from torchstore_snapshot.format.manifest import Entry, Manifest
 from torchstore_snapshot.progress import Progress
@@ -19,7 +20,8 @@ from torchstore_snapshot.restoring import restore as restoring
 from torchstore_snapshot.restoring.restore import Verify, VerifyNew
 from torchstore_snapshot.restoring.verifying import verify_all
 from torchstore_snapshot.storage.opening import open_storage, read_manifest
-from torchstore_snapshot.taking.take import TakeOptions, prepare, take
+from torchstore_snapshot.taking.preparing import TakeOptions, agree
+from torchstore_snapshot.taking.take import take
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -154,9 +156,10 @@ class Snapshot:
         chosen = _options(
             overwrite=overwrite, fsync=fsync, allow_pickle=allow_pickle, base=given, **options
         )
-        prepared = prepare(os.fspath(path), app_state, Ranks(pg), replicated, chosen)
-        future = begin(prepared, memory_budget)
-        return PendingSnapshot(cls(prepared.url, pg, allow_pickle=allow_pickle), future)
+        check = partial(allowed, memory_budget)
+        agreed = agree(os.fspath(path), app_state, Ranks(pg), replicated, chosen, check)
+        future = begin(agreed, memory_budget)
+        return PendingSnapshot(cls(agreed.first.url, pg, allow_pickle=allow_pickle), future)
 
     def restore(
         self,
@@ -169,7 +172,10 @@ class Snapshot:
         """Restore objects: read what this rank needs straight into the tensors of their state
         dicts, and call ``load_state_dict``.
 
-        The number of ranks and the layout of DTensors may differ from those of the take.
+        The number of ranks and the layout of DTensors may differ from those of the take. A rank
+        that the take did not have gets what is sharded or the same on all ranks. Values that each
+        rank had for itself are missing there, by name; but :class:`RNGState` then leaves the
+        generator of such a rank as it is.
 
         Args:
             app_state: the objects, or some of them, by the keys that they were taken with.

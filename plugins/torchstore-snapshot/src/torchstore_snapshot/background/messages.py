@@ -13,8 +13,8 @@ from torchstore_snapshot import errors as own_errors
 from torchstore_snapshot.errors import SnapshotError
 from torchstore_snapshot.taking.merging import Part
 
-__all__ = ["Abandon", "Batch", "Begin", "Chunk", "Done", "Failed", "Finish", "NewFile", "Wrote"]
-__all__ += ["from_writer", "receive", "send", "to_writer"]
+__all__ = ["Abandon", "Advanced", "Batch", "Begin", "Chunk", "Done", "Failed", "Finish", "Join"]
+__all__ += ["NewFile", "Wrote", "from_writer", "receive", "send", "to_writer"]
 
 
 class NewFile(msgspec.Struct, array_like=True):
@@ -26,15 +26,12 @@ class NewFile(msgspec.Struct, array_like=True):
     nbytes: int
 
 
-class Begin(msgspec.Struct, array_like=True, tag=True):
-    """A take begins.
+class Join(msgspec.Struct, array_like=True, tag=True):
+    """The program takes part in a take: from now on, other ranks may wait for it.
 
     Args:
         job: a number that the program has chosen.
         url, take, rank, size: of the snapshot, of the take, of this rank, and of all ranks.
-        part: what this rank has, without the hashes.
-        timeout: seconds that other ranks may take longer than this one.
-        claimed: this rank has published the claim of the take, and the writer takes it over.
         environment: variables that say where object stores are, and as whom they are asked: those
             of the program may have changed since the writer was started.
     """
@@ -44,6 +41,20 @@ class Begin(msgspec.Struct, array_like=True, tag=True):
     take: str
     rank: int
     size: int
+    environment: dict[str, str] = {}
+
+
+class Begin(msgspec.Struct, array_like=True, tag=True):
+    """The files of a take are to be written.
+
+    Args:
+        part: what this rank has, without the hashes.
+        timeout: seconds that other ranks may take longer than this one.
+        claimed: this rank has published the claim of the take, and the writer takes it over.
+        metered: the program wants to hear how far writing is.
+    """
+
+    job: int
     overwrite: bool
     fsync: bool
     threads: int | None
@@ -51,7 +62,7 @@ class Begin(msgspec.Struct, array_like=True, tag=True):
     part: Part
     files: list[NewFile]
     claimed: bool = False
-    environment: dict[str, str] = {}
+    metered: bool = False
 
 
 class Chunk(msgspec.Struct, array_like=True):
@@ -78,7 +89,7 @@ class Finish(msgspec.Struct, array_like=True, tag=True):
 
 
 class Abandon(msgspec.Struct, array_like=True, tag=True):
-    """The program failed to stage everything."""
+    """The program gives the take up, at any time. It is not committed, unless it already is."""
 
     job: int
     error: str
@@ -90,6 +101,13 @@ class Wrote(msgspec.Struct, array_like=True, tag=True):
     job: int
 
 
+class Advanced(msgspec.Struct, array_like=True, tag=True):
+    """So many further bytes are in the files."""
+
+    job: int
+    nbytes: int
+
+
 class Done(msgspec.Struct, array_like=True, tag=True):
     """The snapshot is committed."""
 
@@ -97,13 +115,19 @@ class Done(msgspec.Struct, array_like=True, tag=True):
 
 
 class Failed(msgspec.Struct, array_like=True, tag=True):
-    """The take failed. ``errno`` is 0 unless the storage failed."""
+    """The take failed.
+
+    Args:
+        errno: 0 unless the storage failed.
+        told: the other ranks know of it, as far as this rank can tell them.
+    """
 
     job: int
     code: str
     message: str
     details: dict[str, Any]
     errno: int = 0
+    told: bool = True
 
     def error(self) -> BaseException:
         """Return the error to raise in the program."""
@@ -116,17 +140,18 @@ class Failed(msgspec.Struct, array_like=True, tag=True):
         return from_wire(self.code, self.message, None, self.details)
 
     @classmethod
-    def of(cls, job: int, error: BaseException) -> Failed:
+    def of(cls, job: int, error: BaseException, *, told: bool = True) -> Failed:
         """Describe an error of the writer process."""
         if isinstance(error, TorchStoreError):
-            return cls(job, error.code, error.message, error.details)
+            return cls(job, error.code, error.message, error.details, told=told)
         if isinstance(error, OSError) and error.errno:
-            return cls(job, "", error.strerror or str(error), {}, error.errno)
-        return cls(job, SnapshotError.code, f"the writer process failed: {error!r}", {})
+            return cls(job, "", error.strerror or str(error), {}, error.errno, told)
+        text = f"the writer process failed: {error!r}"
+        return cls(job, SnapshotError.code, text, {}, told=told)
 
 
-to_writer = msgspec.msgpack.Decoder(Begin | Batch | Finish | Abandon)
-from_writer = msgspec.msgpack.Decoder(Wrote | Done | Failed)
+to_writer = msgspec.msgpack.Decoder(Join | Begin | Batch | Finish | Abandon)
+from_writer = msgspec.msgpack.Decoder(Wrote | Advanced | Done | Failed)
 _encoder = msgspec.msgpack.Encoder()
 _length = struct.Struct("<Q")
 

@@ -16,6 +16,7 @@ import msgspec
 
 from torchstore_snapshot.background import messages as m
 from torchstore_snapshot.errors import SnapshotWriterError
+from torchstore_snapshot.progress import Advance
 
 __all__ = ["Job", "WriterProcess", "the_writer"]
 
@@ -26,12 +27,18 @@ class Job:
     Args:
         done: has a result when the take is committed, and an error when it has failed.
         written: called in another thread, each time that a batch has been written.
+        advance: called in another thread with numbers of bytes that have been written.
+        told: whether the other ranks were told why it has failed.
     """
 
-    def __init__(self, number: int, written: Callable[[], None]) -> None:
+    def __init__(
+        self, number: int, written: Callable[[], None], advance: Advance | None = None
+    ) -> None:
         self.number = number
         self.done: Future[None] = Future()
         self.written = written
+        self.advance = advance
+        self.told = False
 
 
 class WriterProcess:
@@ -74,8 +81,11 @@ class WriterProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def job(self, written: Callable[[], None]) -> Job:
+    def job(self, written: Callable[[], None], advance: Advance | None = None) -> Job:
         """Return a new job; its messages follow.
+
+        Args:
+            written, advance: see :class:`Job`.
 
         Raises:
             SnapshotWriterError: the process has ended.
@@ -84,8 +94,13 @@ class WriterProcess:
             if not self.alive:
                 raise self._error()
             self._next += 1
-            job = self._jobs[self._next] = Job(self._next, written)
+            job = self._jobs[self._next] = Job(self._next, written, advance)
             return job
+
+    def forget(self, job: Job) -> None:
+        """Listen to nothing more about a job."""
+        with self._lock:
+            self._jobs.pop(job.number, None)
 
     def send(self, message: msgspec.Struct) -> None:
         """Send a message to the process.
@@ -104,16 +119,20 @@ class WriterProcess:
             reply = m.from_writer.decode(data)
             with self._lock:
                 job = self._jobs.get(reply.job)
-                if not isinstance(reply, m.Wrote):
+                if not isinstance(reply, m.Wrote | m.Advanced):
                     self._jobs.pop(reply.job, None)
             if job is None:
                 continue
             match reply:
                 case m.Wrote():
                     job.written()
+                case m.Advanced():
+                    if job.advance is not None:
+                        job.advance(reply.nbytes)
                 case m.Done():
                     job.done.set_result(None)
                 case m.Failed():
+                    job.told = reply.told
                     job.done.set_exception(reply.error())
                     job.written()
         with self._lock:

@@ -1,13 +1,15 @@
 """How the writer processes of several ranks commit together: through files of the snapshot.
 
-Each rank publishes what it has written as a *part*; rank 0 waits for all parts, commits, and
-removes them. A rank that fails publishes that instead. No network between the processes is needed,
-and none of them takes part in the program's collectives.
+Each rank publishes what it has written as a *part*; rank 0 waits for all parts, commits, and says
+so in place of each part, which the rank then removes. A rank that fails publishes that instead. No
+network between the processes is needed, and none of them takes part in the program's collectives.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import msgspec
@@ -17,11 +19,11 @@ from torchstore_snapshot.errors import (
     SnapshotCorruptError,
     SnapshotFormatError,
     SnapshotNotFoundError,
+    TakeLostError,
 )
-from torchstore_snapshot.format.manifest import Manifest
-from torchstore_snapshot.format.paths import part_file, take_of
+from torchstore_snapshot.format.paths import MANIFEST, part_file, take_of
 from torchstore_snapshot.series.claims import Claim
-from torchstore_snapshot.storage.base import Storage
+from torchstore_snapshot.storage.base import FileInfo, Storage
 from torchstore_snapshot.storage.opening import read_manifest
 from torchstore_snapshot.taking.merging import Part
 from torchstore_snapshot.taking.take import TakeOptions, commit
@@ -35,9 +37,12 @@ _PAUSE_MAX_S = 1.0
 
 
 class _Report(msgspec.Struct):
+    """What a rank says in its file; or, once it is ``committed``, what rank 0 says there."""
+
     rank: int
     part: Part | None = None
     error: str = ""
+    committed: bool = False
 
 
 _reports = msgspec.json.Decoder(_Report)
@@ -64,105 +69,153 @@ def commit_together(
     timeout: float,
     claim: Claim | None = None,
     committing: AbstractContextManager[object] | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Commit a take when all ranks have written their parts; return when it is committed.
 
     Args:
         timeout: seconds to wait for the other ranks.
         committing: entered while rank 0 makes the snapshot visible.
+        check: raises if this rank gives the take up; called while it waits, and before it commits.
 
     Raises:
         RankFailedError: another rank failed, or took too long.
+        TakeLostError: the take was given up by a garbage collection.
         SnapshotExistsError, LayoutMismatchError, OSError: as for
             :func:`~torchstore_snapshot.taking.take.commit`.
     """
     if size == 1:
         with committing or nullcontext():
+            check()
             commit(storage, take, [part], options, claim=claim)
         return
-    _publish(storage, take, _Report(part.rank, part))
-    waiting = _Waiting(storage, take, size, timeout)
+    nbytes = _publish(storage, take, _Report(part.rank, part))
+    waiting = _Waiting(storage, take, size, timeout, check)
     if part.rank:
-        waiting.for_commit()
+        waiting.for_commit(part.rank, nbytes)
         return
     parts = waiting.for_parts()
     try:
         with committing or nullcontext():
+            check()
             commit(storage, take, parts, options, claim=claim)
     except Exception as error:
         report_failure(storage, take, part.rank, f"{type(error).__name__}: {error}")
         raise
-    for rank in range(size):
-        storage.delete(part_file(take, rank))
+    # It is committed, whatever happens now: a rank that is not told sees the manifest.
+    with contextlib.suppress(OSError):
+        for rank in range(1, size):
+            _publish(storage, take, _Report(rank, committed=True))
+        storage.delete(part_file(take, 0))
 
 
-def _publish(storage: Storage, take: str, report: _Report) -> None:
-    storage.publish(
-        part_file(take, report.rank),
-        msgspec.json.encode(report),
-        take=take,
-        overwrite=True,
-        durable=False,
-    )
+def _publish(storage: Storage, take: str, report: _Report) -> int:
+    """Returns the size of the file."""
+    data = msgspec.json.encode(report)
+    name = part_file(take, report.rank)
+    storage.publish(name, data, take=take, overwrite=True, durable=False)
+    return len(data)
 
 
 class _Waiting:
     """Looks at the snapshot's folder, less and less often."""
 
-    def __init__(self, storage: Storage, take: str, size: int, timeout: float) -> None:
+    def __init__(
+        self, storage: Storage, take: str, size: int, timeout: float, check: Callable[[], None]
+    ) -> None:
         self._storage = storage
         self._take = take
         self._size = size
         self._timeout = timeout
+        self._check = check
         self._deadline = time.monotonic() + timeout
         self._pause = _PAUSE_S
-        self._found: dict[int, Part] = {}
+        self._seen: dict[str, FileInfo] = {}
 
     def for_parts(self) -> list[Part]:
+        """Return the parts of all ranks, when all have reported."""
+        found: dict[int, Part] = {}
         while True:
-            self._look()
-            if len(self._found) == self._size:
-                return [self._found[rank] for rank in range(self._size)]
-            self._wait(sorted(set(range(self._size)) - set(self._found)))
+            files = self._files()
+            for rank in range(self._size):
+                report = self._new(files, part_file(self._take, rank)) and self._report(rank)
+                if report and report.part is not None:
+                    found[rank] = report.part
+            if len(found) == self._size:
+                return [found[rank] for rank in range(self._size)]
+            self._wait(sorted(set(range(self._size)) - set(found)))
 
-    def for_commit(self) -> None:
+    def for_commit(self, own: int, nbytes: int) -> None:
+        """Return when rank 0 says that it has committed. It says so in the file of this rank,
+        because the manifest may be that of a later take by the time that this one looks.
+
+        Args:
+            own: this rank.
+            nbytes: the size of what it has reported.
+        """
+        name = part_file(self._take, own)
         while True:
-            if self._committed():
+            files = self._files()
+            mine = files.get(name)
+            if mine is None or mine.nbytes != nbytes:
+                report = self._report(own)
+                if report is not None and report.committed:
+                    self._storage.delete(name)
+                    return
+            if self._new(files, MANIFEST) and self._committed():
+                self._storage.delete(name)
                 return
-            self._look(only=0)
+            if mine is None:
+                raise TakeLostError(
+                    f"what rank {own} had reported of the take {self._take} at "
+                    f"{self._storage.url!r} was removed, by a garbage collection or by somebody "
+                    "else; take the snapshot again",
+                    details={"path": self._storage.url, "take": self._take},
+                )
+            if self._new(files, part_file(self._take, 0)):
+                self._report(0)
             self._wait([0])
+
+    def _files(self) -> dict[str, FileInfo]:
+        return {
+            info.name: info
+            for info in self._storage.list()
+            if info.name == MANIFEST or take_of(info.name) == self._take
+        }
+
+    def _new(self, files: dict[str, FileInfo], name: str) -> bool:
+        """Whether a file is there, and is not as it was the last time."""
+        info = files.get(name)
+        if info is None or self._seen.get(name) == info:
+            return False
+        self._seen[name] = info
+        return True
 
     def _committed(self) -> bool:
         try:
-            manifest: Manifest = read_manifest(self._storage)
+            return read_manifest(self._storage).take == self._take
         except (SnapshotNotFoundError, SnapshotFormatError, SnapshotCorruptError):
             return False  # not yet: what is there may be damaged, and about to be replaced
-        return manifest.take == self._take
 
-    def _look(self, only: int | None = None) -> None:
-        """Read the parts that have arrived.
+    def _report(self, rank: int) -> _Report | None:
+        """Read what is in the file of a rank; None if there is none any more.
 
         Raises:
-            RankFailedError: a rank has failed.
+            RankFailedError: the rank has failed.
         """
-        names = {info.name for info in self._storage.list() if take_of(info.name) == self._take}
-        for rank in range(self._size):
-            if part_file(self._take, rank) not in names or rank in self._found:
-                continue
-            try:
-                report = _reports.decode(self._storage.read(part_file(self._take, rank)))
-            except FileNotFoundError:
-                continue  # committed in the meantime
-            if report.part is not None:
-                if only is None:
-                    self._found[rank] = report.part
-                continue
+        try:
+            report = _reports.decode(self._storage.read(part_file(self._take, rank)))
+        except FileNotFoundError:
+            return None
+        if report.part is None and not report.committed:
             raise RankFailedError(
                 f"given up, because rank {rank} failed: {report.error}",
                 details={"ranks": {str(rank): report.error}},
             )
+        return report
 
     def _wait(self, ranks: list[int]) -> None:
+        self._check()
         if time.monotonic() > self._deadline:
             which = ", ".join(map(str, ranks))
             raise RankFailedError(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -15,7 +14,6 @@ import torchstore_core as ts
 from torchstore_core.clients.calls import thread_loops
 from torchstore_core.clients.stores import table
 from torchstore_core.clients.stores.environment import DEFAULT_NAME
-from torchstore_core.clients.values.tensors import from_buffer
 from torchstore_core.errors import (
     ConfigurationError,
     StoreClosedError,
@@ -23,28 +21,26 @@ from torchstore_core.errors import (
     TorchStoreError,
 )
 from torchstore_snapshot.background import messages as m
+from torchstore_snapshot.background.batches import batches, units_of
 from torchstore_snapshot.background.process import Job, WriterProcess, the_writer
 from torchstore_snapshot.background.rendezvous import report_failure
 from torchstore_snapshot.errors import SnapshotWriterError
-from torchstore_snapshot.format.hashes import BLOCK, Digest
+from torchstore_snapshot.format.hashes import Digest
+from torchstore_snapshot.progress import metered
+from torchstore_snapshot.stopping import check, run_in_background
+from torchstore_snapshot.storage.base import Storage
+from torchstore_snapshot.storage.opening import open_storage
 from torchstore_snapshot.storage.remote import RemoteStorage, environment
 from torchstore_snapshot.taking.merging import part_of
-from torchstore_snapshot.taking.take import Prepared
+from torchstore_snapshot.taking.preparing import Agreed, Prepared, plan
 
-__all__ = ["PREFIX", "available_memory", "begin", "warm_up"]
+__all__ = ["PREFIX", "allowed", "available_memory", "begin", "begin_message", "warm_up"]
 
 #: Under this prefix lies what is being written, for as long as it is.
 PREFIX = ".torchstore-snapshot/"
 # The share of the memory that is free which staged tensors may take.
 _SHARE = 0.5
 _TIMEOUT_S = 1800.0
-
-
-class _Staged(NamedTuple):
-    """A tensor to be staged, and what it is part of."""
-
-    chunk: m.Chunk
-    tensor: torch.Tensor
 
 
 def available_memory() -> int:
@@ -75,8 +71,27 @@ def warm_up(nbytes: int | None = None) -> None:
         asyncio.run_coroutine_threadsafe(_own_store(nbytes), thread_loops.background())
 
 
-def begin(prepared: Prepared, memory_budget: int | None) -> Future[None]:
+def allowed(memory_budget: int | None, storage: Storage) -> None:
+    """Check what a take in the background requires of its arguments.
+
+    Raises:
+        ConfigurationError: the budget is not a positive number, or another process would not see
+            the storage.
+    """
+    budget: object = memory_budget
+    if budget is not None and (type(budget) is not int or budget < 1):
+        raise ConfigurationError(f"memory_budget is an int above 0, not {budget!r}")
+    if isinstance(storage, RemoteStorage) and not storage.shared:
+        raise ConfigurationError(
+            f"async_take writes in another process, which does not see {storage.url!r}; use take"
+        )
+
+
+def begin(agreed: Agreed, memory_budget: int | None) -> Future[None]:
     """Stage everything that this rank writes, and return when its tensors may be changed.
+
+    If this raises, be it because it was interrupted or stopped, no tensor is read any more, nothing
+    is committed, and the other ranks are told.
 
     Args:
         memory_budget: bytes that may be staged at a time; None: half of what is free. If there is
@@ -86,101 +101,152 @@ def begin(prepared: Prepared, memory_budget: int | None) -> Future[None]:
         What has a result when the snapshot is committed.
 
     Raises:
-        ConfigurationError: the budget is not a positive number.
+        LayoutMismatchError: the ranks contradict each other.
         StoreFullError: not even a part of it fits into the store.
         SnapshotWriterError: the writer process has ended.
     """
-    budget: object = memory_budget
-    if budget is not None and (type(budget) is not int or budget < 1):
-        if prepared.claim is not None:
-            prepared.claim.release()
-        raise ConfigurationError(f"memory_budget is an int above 0, not {budget!r}")
+    stage = _Stage(agreed)
     limit = int(available_memory() * _SHARE) if memory_budget is None else memory_budget
     try:
-        storage = prepared.storage
-        if isinstance(storage, RemoteStorage) and not storage.shared:
-            raise ConfigurationError(
-                f"async_take writes in another process, which does not see {prepared.url!r}; "
-                "use take"
-            )
-        writer = the_writer()
-    except BaseException:
-        if prepared.claim is not None:
-            prepared.claim.release()
+        stage.join(the_writer())
+        # A store of its own has as much memory ready as takes need, but none beyond a budget.
+        stage.write(plan(agreed), limit, prefault=memory_budget is None)
+    except BaseException as error:
+        stage.give_up(f"{type(error).__name__}: {error}")
         raise
-    if prepared.claim is not None:
-        prepared.claim.stop()  # the writer takes it over
-    # A store of its own has as much memory ready as takes need, but none beyond a budget.
-    prefault = None if memory_budget is None else 0
-    stage = _stage(prepared, limit, writer, prefault)
-    return asyncio.run_coroutine_threadsafe(stage, thread_loops.background()).result()
+    return stage.outcome
 
 
-async def _stage(
-    prepared: Prepared, limit: int, writer: WriterProcess, prefault: int | None
-) -> Future[None]:
-    loop = asyncio.get_running_loop()
-    batches = list(_batches(prepared, limit))
-    if prefault is None:
-        prefault = sum(staged.tensor.nbytes for batch in batches[:2] for staged in batch)
-    credit = asyncio.Semaphore(2 if len(batches) > 1 else 1)
+class _Stage:
+    """A take between this process and the writer.
 
-    def released() -> None:
-        loop.call_soon_threadsafe(credit.release)
+    Attributes:
+        outcome: has a result when the take is committed.
+    """
 
-    job = writer.job(released)
-    key = f"{PREFIX}{prepared.take}/{prepared.ranks.rank}"
-    keys: list[str] = []
-    outcome: Future[None] = Future()
+    def __init__(self, agreed: Agreed) -> None:
+        self.outcome: Future[None] = Future()
+        self._agreed = agreed
+        self._claim = agreed.claim
+        self._loop = thread_loops.background()
+        self._credit = asyncio.Semaphore(2)
+        self._meter = contextlib.ExitStack()
+        self._keys: list[str] = []
+        self._writer: WriterProcess | None = None
+        self._job: Job | None = None
 
-    async def settle(error: BaseException | None) -> None:
+    def join(self, writer: WriterProcess) -> None:
+        """Tell the writer about the take, so that it can tell others if this process dies.
+
+        Raises:
+            SnapshotWriterError: the writer has ended.
+        """
+        first, ranks = self._agreed.first, self._agreed.ranks
+        remote = isinstance(open_storage(first.url), RemoteStorage)
+        job = writer.job(self._released)
+        self._writer, self._job = writer, job
+        job.done.add_done_callback(self._ended)
+        environs = environment() if remote else {}
+        writer.send(m.Join(job.number, first.url, first.take, ranks.rank, ranks.size, environs))
+
+    def write(self, prepared: Prepared, limit: int, *, prefault: bool) -> None:
+        """Stage everything, and have it written and committed.
+
+        Args:
+            limit: bytes that may be staged at a time.
+            prefault: a store that is started for this keeps memory for two batches ready.
+        """
+        if self._writer is None or self._job is None:
+            raise SnapshotWriterError("the writer does not know of the take")
+        options = prepared.options
+        if options.progress:
+            total = sum(file.layout.nbytes - len(file.layout.header) for file in prepared.files)
+            self._job.advance = self._meter.enter_context(
+                metered(options.progress, "taking", total)
+            )
+        if self._claim is not None:
+            self._claim.stop()  # the writer takes it over
+        begun = begin_message(prepared, self._job.number)
+        self._claim = None
+        self._writer.send(begun)
+        run_in_background(self._stage(prepared, limit, self._writer, self._job, prefault))
+        check()
+        self._writer.send(m.Finish(self._job.number))
+
+    async def _stage(
+        self, prepared: Prepared, limit: int, writer: WriterProcess, job: Job, prefault: bool
+    ) -> None:
+        place = f"{PREFIX}{prepared.take}/{prepared.ranks.rank}"
+        total = sum(nbytes for _, nbytes in units_of(prepared))
+        ready = min(total, limit) if prefault else 0
+        for number, batch in enumerate(batches(prepared, limit)):
+            await self._credit.acquire()
+            if job.done.done():  # it has failed
+                return
+            where = f"{place}/{number}"
+            self._keys.append(where)
+            values = {str(i): staged.tensor for i, staged in enumerate(batch)}
+            chunks = [staged.chunk for staged in batch]
+            del batch
+            try:
+                address = await _put(where, values, ready)
+            except asyncio.CancelledError:
+                await self._unstage([where])  # it may be there; the writer does not know of it
+                raise
+            del values
+            writer.send(m.Batch(job.number, address, where, chunks))
+
+    def give_up(self, error: str) -> None:
+        """Tell the writer, which tells the other ranks, that this rank gives the take up."""
+        self._meter.close()
+        if self._claim is not None:  # the writer does not have it
+            self._claim.release()
+        if self._writer is not None and self._job is not None:
+            self._writer.forget(self._job)
+            with contextlib.suppress(SnapshotWriterError):
+                self._writer.send(m.Abandon(self._job.number, error))
+                return
+        self._tell_others(error)
+
+    def _tell_others(self, error: str) -> None:
+        agreed = self._agreed
+        if agreed.ranks.size > 1:
+            with contextlib.suppress(TorchStoreError, OSError):
+                storage = open_storage(agreed.first.url)
+                report_failure(storage, agreed.first.take, agreed.ranks.rank, error)
+
+    def _released(self) -> None:
+        """A batch was written, or the take has failed."""
+        self._loop.call_soon_threadsafe(self._credit.release)
+
+    def _ended(self, done: Future[None]) -> None:
+        asyncio.run_coroutine_threadsafe(self._settle(done.exception()), self._loop)
+
+    async def _settle(self, error: BaseException | None) -> None:
         try:
-            if isinstance(error, SnapshotWriterError):  # it can tell nobody, and tidy nothing up
-                await _lost(prepared, keys, str(error))
+            self._meter.close()
+            if error is not None and not (self._job and self._job.told):
+                await asyncio.to_thread(self._tell_others, str(error))
+            if isinstance(error, SnapshotWriterError):  # it can tidy nothing up
+                await self._unstage(self._keys)
         finally:
             if error is None:
-                outcome.set_result(None)
+                self.outcome.set_result(None)
             else:
-                outcome.set_exception(error)
+                self.outcome.set_exception(error)
 
-    def ended(done: Future[None]) -> None:
-        asyncio.run_coroutine_threadsafe(settle(done.exception()), loop)
-
-    job.done.add_done_callback(ended)
-    writer.send(_begin(prepared, job))
-    try:
-        for number, batch in enumerate(batches):
-            await credit.acquire()
-            if job.done.done():  # it failed
-                break
-            where = f"{key}/{number}"
-            keys.append(where)
-            values = {str(i): staged.tensor for i, staged in enumerate(batch)}
-            address = await _put(where, values, prefault)
-            writer.send(m.Batch(job.number, address, where, [staged.chunk for staged in batch]))
-        writer.send(m.Finish(job.number))
-    except BaseException as error:
-        writer.send(m.Abandon(job.number, f"{type(error).__name__}: {error}"))
-        raise
-    return outcome
+    async def _unstage(self, keys: list[str]) -> None:
+        """Take what is staged out of the stores."""
+        for name in (DEFAULT_NAME, _own_name()):
+            if table.known(name) is not None:
+                for key in keys:
+                    with contextlib.suppress(TorchStoreError):  # written, or the store has ended
+                        client: Any = await ts.client(name)
+                        await client.delete(key)
 
 
-async def _lost(prepared: Prepared, staged: list[str], error: str) -> None:
-    """The writer has ended: tell the other ranks, and take what is staged out of the stores."""
-    if prepared.ranks.size > 1:
-        with contextlib.suppress(OSError):
-            await asyncio.to_thread(
-                report_failure, prepared.storage, prepared.take, prepared.ranks.rank, error
-            )
-    for name in (DEFAULT_NAME, _own_name()):
-        if table.known(name) is not None:
-            for key in staged:
-                with contextlib.suppress(TorchStoreError):  # written, or the store has ended, too
-                    client: Any = await ts.client(name)
-                    await client.delete(key)
-
-
-def _begin(prepared: Prepared, job: Job) -> m.Begin:
+def begin_message(prepared: Prepared, job: int) -> m.Begin:
+    """Return what the writer must know to write the files of a take."""
     files = prepared.files
     blank = [[Digest("")] * len(file.units) for file in files]
     part = part_of(
@@ -188,11 +254,7 @@ def _begin(prepared: Prepared, job: Job) -> m.Begin:
     )
     options = prepared.options
     return m.Begin(
-        job.number,
-        prepared.url,
-        prepared.take,
-        prepared.ranks.rank,
-        prepared.ranks.size,
+        job,
         options.overwrite,
         options.fsync,
         options.threads,
@@ -200,53 +262,8 @@ def _begin(prepared: Prepared, job: Job) -> m.Begin:
         part,
         [m.NewFile(f.name, f.layout.header, f.layout.starts, f.layout.nbytes) for f in files],
         prepared.claim is not None,
-        environment() if isinstance(prepared.storage, RemoteStorage) else {},
+        bool(options.progress),
     )
-
-
-def _batches(prepared: Prepared, limit: int) -> Iterator[list[_Staged]]:
-    """Everything to be staged, in batches of which two are within the limit."""
-    everything = list(_tensors(prepared))
-    if sum(staged.tensor.nbytes for staged in everything) <= limit:
-        if everything:
-            yield everything
-        return
-    room = size = max(limit // 2, 1)
-    batch: list[_Staged] = []
-    for staged in everything:
-        for part in _cut(staged, max(size // BLOCK, 1) * BLOCK):
-            nbytes = part.tensor.nbytes
-            if batch and nbytes > room:
-                yield batch
-                batch, room = [], size
-            batch.append(part)
-            room -= nbytes
-    if batch:
-        yield batch
-
-
-def _tensors(prepared: Prepared) -> Iterator[_Staged]:
-    for index, file in enumerate(prepared.files):
-        order = sorted(range(len(file.units)), key=lambda i: file.layout.starts[i])
-        for position in order:
-            item = prepared.items[file.units[position].item]
-            if item.is_tensor:
-                tensor = item.pieces[file.units[position].piece].tensor
-            else:
-                data = bytearray(item.data)
-                tensor = from_buffer(data, 0, (len(data),), torch.uint8)
-            yield _Staged(m.Chunk(index, position, 0), tensor)
-
-
-def _cut(staged: _Staged, size: int) -> Iterator[_Staged]:
-    """Cut a tensor into ranges of bytes, at multiples of a block."""
-    if staged.tensor.nbytes <= size:
-        yield staged
-        return
-    flat = staged.tensor.contiguous().view(-1).view(torch.uint8)
-    for begin in range(0, flat.numel(), size):
-        chunk = m.Chunk(staged.chunk.file, staged.chunk.unit, begin)
-        yield _Staged(chunk, flat[begin : begin + size])
 
 
 async def _put(key: str, values: dict[str, torch.Tensor], prefault: int) -> str:

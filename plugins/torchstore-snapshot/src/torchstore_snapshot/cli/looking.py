@@ -11,6 +11,7 @@ from torchstore_snapshot.cli import reports
 from torchstore_snapshot.errors import SnapshotNotFoundError
 from torchstore_snapshot.format.manifest import Entry, Manifest, ObjectEntry, TensorEntry
 from torchstore_snapshot.format.paths import MANIFEST
+from torchstore_snapshot.series.counting import read_head
 from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.storage.opening import leavings, open_storage, read_manifest
 
@@ -39,7 +40,7 @@ def list_path(path: str, prefix: str) -> reports.ListReport:
         found = [line for line in found if line.name.startswith(prefix)]
         if not found:
             raise
-        return reports.ListReport(storage.url, [], sorted(found, key=lambda s: s.created))
+        return reports.ListReport(storage.url, [], sorted(found, key=_age))
     lines = [
         _object(where, entry) for where, entry in entries_of(manifest) if where.startswith(prefix)
     ]
@@ -56,11 +57,18 @@ def _children(storage: Storage) -> Iterator[tuple[str, Storage]]:
                 yield entry.name, open_storage(entry.path)
 
 
+def _age(line: reports.SnapshotLine) -> tuple[int, float, str]:
+    """As :attr:`~torchstore_snapshot.format.manifest.Manifest.age`."""
+    return line.sequence, line.created, line.take
+
+
 def _line(name: str, storage: Storage) -> reports.SnapshotLine:
     try:
         manifest = read_manifest(storage)
     except TorchStoreError as error:
-        return reports.SnapshotLine(name, "", 0.0, 0, 0, 0, error.message)
+        head = read_head(storage)
+        sequence = 0 if head is None else head.sequence
+        return reports.SnapshotLine(name, "", 0.0, 0, 0, 0, error.message, sequence)
     return reports.SnapshotLine(
         name,
         manifest.take,
@@ -68,6 +76,7 @@ def _line(name: str, storage: Storage) -> reports.SnapshotLine:
         manifest.world_size,
         sum(1 for _ in entries_of(manifest)),
         _nbytes(manifest),
+        sequence=manifest.sequence,
     )
 
 

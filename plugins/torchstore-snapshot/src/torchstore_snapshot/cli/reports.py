@@ -25,7 +25,9 @@ __all__ = [
 
 
 class SnapshotLine(msgspec.Struct, frozen=True):
-    """One snapshot in a folder of several. ``error`` is empty if its manifest can be read."""
+    """One snapshot in a folder of several. ``error`` is empty if its manifest can be read. They are
+    in the order of ``sequence``, in which they were committed; 0 if that is unknown.
+    """
 
     name: str
     take: str
@@ -34,6 +36,7 @@ class SnapshotLine(msgspec.Struct, frozen=True):
     objects: int
     nbytes: int
     error: str = ""
+    sequence: int = 0
 
 
 class ObjectLine(msgspec.Struct, frozen=True):

@@ -21,6 +21,7 @@ from torchstore_snapshot.storage.opening import open_storage
 from torchstore_snapshot.taking.collecting import Item, LocalPiece
 from torchstore_snapshot.taking.merging import Part, merge, part_of
 from torchstore_snapshot.taking.planning import INLINE_MAX, Unit, plan_files
+from torchstore_snapshot.taking.replacing import maps_of, refuse_foreign_maps
 from torchstore_snapshot.taking.take import TakeOptions, publish, refuse_existing
 from torchstore_snapshot.taking.writing import OpenFiles, Source, bytes_of
 
@@ -142,9 +143,12 @@ def write_parts(
         arrange: changes the manifest; it gets the entries by ``"key/name"``, too.
 
     Raises:
-        SnapshotExistsError, LayoutMismatchError, OSError: as for ``Snapshot.take``.
+        SnapshotExistsError, ForeignFileError, LayoutMismatchError, OSError: as for
+            ``Snapshot.take``.
         TorchStoreError: what loading raises. There is no snapshot then, or still the one before.
     """
+    items = [member.item for members in ranks for member in members]
+    refuse_foreign_maps(open_storage(destination), maps_of(items))
     begun = Take.begin(destination, options)
     written: list[str] = []
     try:

@@ -11,7 +11,7 @@ import msgspec
 from torchstore_snapshot.format.manifest import Manifest, TensorEntry
 from torchstore_snapshot.format.paths import plain_name, take_of
 
-__all__ = ["map_name", "weight_maps", "written_by_a_take"]
+__all__ = ["MAP", "map_name", "weight_maps", "written_by_a_take"]
 
 
 class _Map(msgspec.Struct):
@@ -21,13 +21,17 @@ class _Map(msgspec.Struct):
 _maps = msgspec.json.Decoder(_Map)
 
 
+#: What the names of all maps end with.
+MAP = ".safetensors.index.json"
+
+
 def map_name(key: str) -> str:
     """Return the name of the map of a state dict.
 
     >>> map_name("model")
     'model.safetensors.index.json'
     """
-    return f"{plain_name(key)}.safetensors.index.json"
+    return plain_name(key) + MAP
 
 
 def written_by_a_take(data: bytes) -> bool:

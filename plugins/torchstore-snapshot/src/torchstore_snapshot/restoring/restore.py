@@ -61,6 +61,7 @@ def restore(
     """
     check = _when(verify)
     available = manifest.of_rank(ranks.rank)
+    new_rank = ranks.rank >= manifest.world_size
     report = StateDictReport()
     planned: list[tuple[str, Stateful, Filled]] = []
     for key, stateful in checked(app_state):
@@ -68,13 +69,22 @@ def restore(
             report.missing.append(key)
             continue
         filled = match(key, stateful, available[key])
+        if isinstance(stateful, RNGState) and new_rank and not filled.values:
+            continue  # no rank of the take was this one: its generator stays as it is
         report.missing += filled.report.missing
         report.unexpected += filled.report.unexpected
         report.mismatched |= filled.report.mismatched
         planned.append((key, stateful, filled))
     if report and strict:
+        why = ""
+        if new_rank and report.missing and any(manifest.own):
+            why = (
+                f" The snapshot was taken by {manifest.world_size} ranks, and this is rank "
+                f"{ranks.rank}: it gets what is sharded or the same on all ranks. Give strict="
+                "False to keep its own values, or name them in replicated= when taking."
+            )
         raise LayoutMismatchError(
-            f"the snapshot {storage.url!r} does not match; nothing was written. {report}",
+            f"the snapshot {storage.url!r} does not match; nothing was written. {report}{why}",
             details={
                 "missing": report.missing,
                 "unexpected": report.unexpected,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterable
@@ -11,8 +12,9 @@ import msgspec
 from torchstore_core.errors import ConfigurationError, TorchStoreError
 from torchstore_snapshot.format.manifest import Manifest
 from torchstore_snapshot.format.paths import MANIFEST, claim_file, take_of
+from torchstore_snapshot.format.weight_maps import MAP, map_name, written_by_a_take
 from torchstore_snapshot.series.claims import GRACE_S, decode
-from torchstore_snapshot.series.retiring import retire
+from torchstore_snapshot.series.retiring import retire, sweep_map
 from torchstore_snapshot.series.survey import Place, Survey, folder_name, survey
 from torchstore_snapshot.storage.base import KeepsUnfinished, Storage
 from torchstore_snapshot.storage.opening import open_storage
@@ -31,7 +33,7 @@ class GarbageFile(msgspec.Struct, frozen=True):
         snapshot: the name of the folder that it is in.
         name: its name.
         nbytes: its size; 0 for uploads that were never completed.
-        take: the id of the take that wrote it.
+        take: the id of the take that wrote it; empty for a weight map, which does not say it.
     """
 
     snapshot: str
@@ -151,8 +153,9 @@ def gc(
             held[f"{file.snapshot}/{file.name}"] = _because(keepers)
         else:
             files.append(file)
+    files += _maps(place, seen, [name for name in names if name not in gone])
     if not dry_run:
-        _remove(place, seen, files)
+        _remove(place, seen, files, silence)
         for name in gone:
             place.folder(name).remove_if_empty()
     return GcReport(
@@ -231,14 +234,31 @@ def _garbage(
                 yield GarbageFile(name, info.name, info.nbytes, take)
 
 
-def _remove(place: Place, seen: Survey, files: list[GarbageFile]) -> None:
+def _maps(place: Place, seen: Survey, names: Iterable[str]) -> Iterable[GarbageFile]:
+    """The weight maps of snapshots that were replaced by a take that died just then."""
+    for name in names:
+        if name in seen.unreadable or name in seen.running.values():
+            continue
+        manifest = seen.manifests.get(name)
+        kept = set() if manifest is None else {map_name(key) for key in manifest.shared}
+        for info in seen.files.get(name, ()):
+            if not info.name.endswith(MAP) or info.name in kept:
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                if written_by_a_take(place.folder(name).read(info.name)):
+                    yield GarbageFile(name, info.name, info.nbytes, "")
+
+
+def _remove(place: Place, seen: Survey, files: list[GarbageFile], grace: float) -> None:
     """Remove files; claims first say that their take is lost, and are removed last."""
     claims = [file for file in files if file.name == claim_file(file.take)]
     for file in claims:
         _give_up(place.folder(file.snapshot), file)
     for file in [f for f in files if f not in claims] + claims:
         folder = place.folder(file.snapshot)
-        if (file.snapshot, file.name) in seen.unfinished:
+        if not file.take:
+            sweep_map(folder, file.name, grace)
+        elif (file.snapshot, file.name) in seen.unfinished:
             if isinstance(folder, KeepsUnfinished):
                 folder.discard_unfinished(file.name)
         else:

@@ -11,8 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 
-from torchstore_snapshot.errors import SnapshotNotFoundError, SnapshotUnavailableError
+from torchstore_snapshot.errors import (
+    SnapshotCorruptError,
+    SnapshotFormatError,
+    SnapshotNotFoundError,
+    SnapshotUnavailableError,
+)
 from torchstore_snapshot.format.manifest import Manifest
 from torchstore_snapshot.format.paths import MANIFEST, claim_file, new_take_id, take_of
 from torchstore_snapshot.format.weight_maps import weight_maps, written_by_a_take
@@ -20,12 +26,13 @@ from torchstore_snapshot.series.claims import GRACE_S, Claim, claims_in
 from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.storage.opening import read_manifest
 
-__all__ = ["await_retirement", "delete_map", "forget_claims", "retire"]
+__all__ = ["await_retirement", "delete_map", "forget_claims", "retire", "sweep_map"]
 
 # Whoever has not removed a manifest by then does not do it any more, but others still wait.
 _RETIRES_S = 30.0
 _WAITS_S = 60.0
 _PAUSE_S = 0.01
+_NO_TAKE = "none"
 
 
 def retire(folder: Storage, manifest: Manifest, grace: float = GRACE_S) -> bool:
@@ -39,9 +46,8 @@ def retire(folder: Storage, manifest: Manifest, grace: float = GRACE_S) -> bool:
         Whether there is no snapshot any more: False if it was replaced, or is about to be.
     """
     deadline = time.monotonic() + _RETIRES_S
-    claim = Claim(folder, new_take_id(), retires=manifest.take)
-    try:
-        if any(lives and not record.retires for record, lives in claims_in(folder, grace)):
+    with _announced(folder, manifest.take, grace) as free:
+        if not free:
             return False
         try:
             if read_manifest(folder).take != manifest.take:
@@ -51,12 +57,39 @@ def retire(folder: Storage, manifest: Manifest, grace: float = GRACE_S) -> bool:
         if time.monotonic() > deadline:
             return False
         forget_claims(folder, manifest)
-        folder.delete(MANIFEST)
         for name in weight_maps(manifest):
             delete_map(folder, name)
+        folder.delete(MANIFEST)
+    return True
+
+
+def sweep_map(folder: Storage, name: str, grace: float = GRACE_S) -> None:
+    """Remove a weight map, unless the snapshot in that folder has it, or a take is running there.
+
+    Args:
+        grace: as for :func:`retire`.
+    """
+    with _announced(folder, _NO_TAKE, grace) as free:
+        if not free:
+            return
+        try:
+            kept = weight_maps(read_manifest(folder))
+        except SnapshotNotFoundError:
+            kept = {}
+        except (SnapshotFormatError, SnapshotCorruptError):
+            return
+        if name not in kept:
+            delete_map(folder, name)
+
+
+@contextlib.contextmanager
+def _announced(folder: Storage, take: str, grace: float) -> Iterator[bool]:
+    """Announce that something of a take is about to be removed; yields whether it may be."""
+    claim = Claim(folder, new_take_id(), retires=take)
+    try:
+        yield not any(lives and not record.retires for record, lives in claims_in(folder, grace))
     finally:
         claim.release()
-    return True
 
 
 def await_retirement(folder: Storage) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -29,7 +30,7 @@ from torchstore_snapshot.taking.planning import (
 from torchstore_snapshot.taking.replacing import maps_of, refuse_existing, refuse_foreign_maps
 from torchstore_snapshot.taking.reusing import Reused, find_unchanged
 
-__all__ = ["Prepared", "TakeOptions", "prepare"]
+__all__ = ["Agreed", "Prepared", "TakeOptions", "agree", "plan", "prepare"]
 
 
 class TakeOptions(NamedTuple):
@@ -103,14 +104,39 @@ class _Proposal(msgspec.Struct, array_like=True):
     base: tuple[str, str] | None = None
 
 
-def prepare(
+class Agreed(NamedTuple):
+    """What the ranks have told each other at the beginning of a take.
+
+    Args:
+        first: what rank 0 proposed.
+        keys, items: what this rank has.
+        everyone: what each rank could write, by rank; see :func:`holdings`.
+        base: the snapshot whose files may be referred to, on rank 0.
+        claim: on rank 0, what says that the take is running.
+    """
+
+    first: _Proposal
+    ranks: Ranks
+    keys: list[str]
+    items: list[Item]
+    everyone: list[tuple[list[Holding], int]]
+    options: TakeOptions
+    base: tuple[Storage, Manifest] | None
+    claim: Claim | None
+
+
+def agree(
     path: str,
     app_state: AppState,
     ranks: Ranks,
     replicated: list[str] | None,
     options: TakeOptions,
-) -> Prepared:
-    """Inspect the application state and agree with the other ranks on who writes what.
+    check: Callable[[Storage], None] | None = None,
+) -> Agreed:
+    """Inspect the application state, and hear what the other ranks have.
+
+    Args:
+        check: what else may be wrong with the arguments; raises if it is.
 
     Raises:
         SnapshotExistsError: there is a snapshot, and ``options.overwrite`` is False.
@@ -118,7 +144,7 @@ def prepare(
         RankFailedError: another rank failed.
     """
     proposal: _Proposal | None = None
-    error: Exception | None = None
+    error: BaseException | None = None
     claim: Claim | None = None
     base: tuple[Storage, Manifest] | None = None
     keys: list[str] = []
@@ -126,6 +152,8 @@ def prepare(
     try:
         options.check()
         storage = open_storage(path)
+        if check is not None:
+            check(storage)
         if ranks.rank == 0:
             storage.prepare(durable=options.fsync)
             refuse_existing(storage, overwrite=options.overwrite)
@@ -139,7 +167,7 @@ def prepare(
             base = _read_base(storage, claim, options)
             if base is not None:
                 proposal.base = base[0].url, base[1].take
-    except Exception as caught:  # noqa: BLE001 - the other ranks must hear of it; raised below
+    except BaseException as caught:  # noqa: BLE001 - the other ranks must hear of it; raised below
         error = caught
     try:
         proposals = ranks.exchange(proposal, _Proposal, error)
@@ -147,19 +175,42 @@ def prepare(
         if claim is not None:
             claim.release()
         raise
-    first = proposals[0]
     everyone = [(p.held, p.alone) for p in proposals]
     if ranks.size == 1:
         everyone = [holdings(items)]
+    return Agreed(proposals[0], ranks, keys, items, everyone, options, base, claim)
+
+
+def plan(agreed: Agreed) -> Prepared:
+    """Decide what this rank writes. If that fails, the other ranks do not know of it yet.
+
+    Raises:
+        LayoutMismatchError: the ranks contradict each other. All of them raise this.
+    """
+    first, ranks, items, options = agreed.first, agreed.ranks, agreed.items, agreed.options
+    units = split_work(items, ranks.rank, agreed.everyone)
+    units, reused = _reuse(items, units, first, agreed.base)
+    files = plan_files(items, units, first.take, ranks.rank, options.file_max)
+    return Prepared(
+        first.take, first.url, ranks, agreed.keys, items, files, options, reused, agreed.claim
+    )
+
+
+def prepare(
+    path: str,
+    app_state: AppState,
+    ranks: Ranks,
+    replicated: list[str] | None,
+    options: TakeOptions,
+) -> Prepared:
+    """Do both: :func:`agree` and :func:`plan`."""
+    agreed = agree(path, app_state, ranks, replicated, options)
     try:
-        units = split_work(items, ranks.rank, everyone)
-        units, reused = _reuse(items, units, first, base)
-        files = plan_files(items, units, first.take, ranks.rank, options.file_max)
+        return plan(agreed)
     except BaseException:
-        if claim is not None:
-            claim.release()
+        if agreed.claim is not None:
+            agreed.claim.release()
         raise
-    return Prepared(first.take, first.url, ranks, keys, items, files, options, reused, claim)
 
 
 def _read_base(

@@ -8,17 +8,19 @@ from typing import Any
 import msgspec
 
 from torchstore_snapshot.api.stateful import AppState
+from torchstore_snapshot.errors import RankFailedError
 from torchstore_snapshot.format.manifest import Manifest, StoredKey
 from torchstore_snapshot.format.paths import new_take_id
 from torchstore_snapshot.progress import metered
 from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.series.claims import Claim
+from torchstore_snapshot.stopping import check
 from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.storage.opening import open_storage
 from torchstore_snapshot.taking.collecting import collect_values
 from torchstore_snapshot.taking.merging import Part, merge, part_of
 from torchstore_snapshot.taking.planning import holdings, plan_files, split_work
-from torchstore_snapshot.taking.preparing import Prepared, TakeOptions, prepare
+from torchstore_snapshot.taking.preparing import Prepared, TakeOptions, agree, plan, prepare
 from torchstore_snapshot.taking.publishing import publish
 from torchstore_snapshot.taking.replacing import maps_of, refuse_existing, refuse_foreign_maps
 from torchstore_snapshot.taking.writing import write_files
@@ -107,37 +109,53 @@ def take(
 ) -> str:
     """Take a snapshot. Called by all ranks; it is committed when this returns, on every rank.
 
+    An interrupt, or a call that is stopped, is told to the other ranks like an error: they give the
+    take up, too.
+
     Returns:
         Where the snapshot is: what rank 0 gave as ``path``.
     """
-    prepared = prepare(path, app_state, ranks, replicated, options)
+    agreed = agree(path, app_state, ranks, replicated, options)
+    claim = agreed.claim
+    prepared: Prepared | None = None
     part: Part | None = None
-    error: Exception | None = None
+    error: BaseException | None = None
     try:
+        prepared = plan(agreed)
         part = write(prepared)
-    except Exception as caught:  # noqa: BLE001 - the other ranks must hear of it; raised below
+        check()
+    except BaseException as caught:  # noqa: BLE001 - the other ranks must hear of it; raised below
         error = caught
     try:
         parts = ranks.exchange(part, Part, error)
-    except BaseException:
-        if ranks.rank == 0 or part is None:
+    except BaseException as failure:
+        told = isinstance(failure, RankFailedError) and failure.details  # as rank 0 was
+        if prepared is not None and (ranks.rank == 0 or error is not None or told):
             discard(prepared)  # no rank commits
-        elif prepared.claim is not None:  # rank 0 may have all parts; if not, gc collects this one
-            prepared.claim.release()
+        if claim is not None:  # rank 0 may have all parts; if not, gc collects this one
+            claim.release()
         raise
+    storage = open_storage(agreed.first.url)
     if ranks.rank == 0:
         try:
-            commit(prepared.storage, prepared.take, parts, options, claim=prepared.claim)
-        except Exception as caught:  # noqa: BLE001 - as above
+            check()
+        except BaseException as caught:  # noqa: BLE001 - as above
+            error = caught
+            if prepared is not None:
+                discard(prepared)
+    if ranks.rank == 0 and error is None:
+        try:
+            commit(storage, agreed.first.take, parts, options, claim=claim)
+        except BaseException as caught:  # noqa: BLE001 - as above
             error = caught
     # After an error from here on, the snapshot may have become visible all the same (the last flush
     # may be what failed), so its files stay; if it has not, gc collects them.
     try:
         ranks.exchange(_Done(), _Done, error)
     finally:
-        if prepared.claim is not None:
-            prepared.claim.release()
-    return prepared.url
+        if claim is not None:
+            claim.release()
+    return agreed.first.url
 
 
 def take_values(

@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from torchstore_core.clients.values.tensors import address_of, byte_like
-from torchstore_snapshot.format.hashes import BLOCK, Digest, block_hash, blocks, summed
+from torchstore_snapshot.format.hashes import BLOCK, Digest, block_hash, summed
 from torchstore_snapshot.format.safetensors_files import Layout
 from torchstore_snapshot.progress import Advance
 from torchstore_snapshot.storage.base import Storage, Writer
@@ -34,14 +34,15 @@ class Source(NamedTuple):
         file: the index of the file.
         unit: the index of the tensor in that file.
         begin: where in the tensor the bytes begin: a multiple of ``BLOCK``.
-        data: bytes, or a tensor that has to be made contiguous (all of it: ``begin`` is 0).
+        data: bytes, in one piece or in several, or a tensor that has to be made contiguous (all of
+            it: ``begin`` is 0).
         owner: kept alive until the bytes have been written.
     """
 
     file: int
     unit: int
     begin: int
-    data: memoryview | torch.Tensor
+    data: memoryview | list[memoryview] | torch.Tensor
     owner: Any = None
 
 
@@ -98,22 +99,25 @@ class OpenFiles:
         self,
         writer: Writer,
         start: int,
-        part: memoryview,
+        block: list[memoryview],
         digests: list[bytes],
         number: int,
         owner: Any,
     ) -> None:
         del owner  # it was passed only to be kept alive
         hasher = xxhash.xxh3_128()
-        at = 0
-        while at < part.nbytes:
-            step = part[at : at + _STEP - (start + at) % _STEP]
-            hasher.update(step)
-            writer.write(start + at, step)
-            at += step.nbytes
+        begin = start
+        for part in block:
+            at = 0
+            while at < part.nbytes:
+                step = part[at : at + _STEP - start % _STEP]
+                hasher.update(step)
+                writer.write(start, step)
+                start += step.nbytes
+                at += step.nbytes
         digests[number] = hasher.digest()
         if self._advance is not None:
-            self._advance(part.nbytes)
+            self._advance(start - begin)
 
     def close(self, *, durable: bool) -> list[list[Digest]]:
         """Finish all files. Returns, for each file, the hashes of its tensors, in order.
@@ -158,12 +162,11 @@ class OpenFiles:
             if isinstance(data, torch.Tensor):
                 yield functools.partial(self._write_tensor, writer, start, data, found)
                 continue
-            for begin, end in blocks(data.nbytes):
-                number = (source.begin + begin) // BLOCK
+            number, at = source.begin // BLOCK, start + source.begin
+            for block in _blocks_of([data] if isinstance(data, memoryview) else data):
                 found.extend(b"" for _ in range(number + 1 - len(found)))
-                at = start + source.begin + begin
-                part = data[begin:end]
-                yield functools.partial(self._write, writer, at, part, found, number, source.owner)
+                yield functools.partial(self._write, writer, at, block, found, number, source.owner)
+                number, at = number + 1, at + BLOCK
         for index, mine in in_order.items():
             yield functools.partial(self._write_in_order, index, mine)
 
@@ -178,11 +181,28 @@ class OpenFiles:
             if isinstance(data, torch.Tensor):
                 self._write_tensor(writer, start, data, found)
                 continue
-            for begin, end in blocks(data.nbytes):
-                writer.write(start + source.begin + begin, data[begin:end])
-                found.append(block_hash(data[begin:end]))
-            if self._advance is not None:
-                self._advance(data.nbytes)
+            at = start + source.begin
+            for block in _blocks_of([data] if isinstance(data, memoryview) else data):
+                found.append(b"")
+                self._write(writer, at, block, found, len(found) - 1, source.owner)
+                at += BLOCK
+
+
+def _blocks_of(parts: list[memoryview]) -> Iterator[list[memoryview]]:
+    """Cut bytes that are in several pieces into blocks. No bytes are one empty block."""
+    block: list[memoryview] = []
+    room = BLOCK
+    for part in parts:
+        at = 0
+        while at < part.nbytes:
+            step = part[at : at + room]
+            block.append(step)
+            at, room = at + step.nbytes, room - step.nbytes
+            if not room:
+                yield block
+                block, room = [], BLOCK
+    if block or not any(part.nbytes for part in parts):
+        yield block
 
 
 def write_files(

@@ -30,8 +30,9 @@ from torchstore_core.errors import (
     TorchStoreError,
     from_wire,
 )
+from torchstore_core.wire import framing
 from torchstore_core.wire import messages as m
-from torchstore_core.wire.framing import FrameReader, decode_reply, encode
+from torchstore_core.wire.framing import FrameReader, encode
 from torchstore_core.wire.paging import joined
 
 __all__ = ["QUICK_ENTRIES", "Channel", "MessageTooLargeError"]
@@ -254,7 +255,7 @@ class Channel:
                     raise self._lost_error()
                 found: m.Message | None = None
                 for body in self._reader.feed(data):
-                    reply = decode_reply(body)
+                    reply = framing.decode_reply(body)
                     if getattr(reply, "id", 0) != request_id:
                         self._dispatch(reply)
                     elif self._pages or getattr(reply, "continued", False):
@@ -381,7 +382,7 @@ class Channel:
             return
         try:
             for body in self._reader.feed(data):
-                self._dispatch(decode_reply(body))
+                self._dispatch(framing.decode_reply(body))
         except (ProtocolError, msgspec.DecodeError) as error:
             self._fail(ProtocolError(f"the server sent something unreadable: {error}"))
 

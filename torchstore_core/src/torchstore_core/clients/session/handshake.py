@@ -21,8 +21,9 @@ from torchstore_core.errors import (
 )
 from torchstore_core.machine import topology
 from torchstore_core.machine.unix_sockets import connect, unix_socket
+from torchstore_core.wire import framing
 from torchstore_core.wire import messages as m
-from torchstore_core.wire.framing import FrameReader, decode_reply, encode
+from torchstore_core.wire.framing import FrameReader, encode
 
 if TYPE_CHECKING:
     from torchstore_core.clients.session.channel import Channel
@@ -117,7 +118,7 @@ async def _handshake(
                     if not data:
                         raise ConnectionResetError("the server closed the connection")
                     bodies = reader.feed(data)
-            reply = decode_reply(bodies[0])
+            reply = framing.decode_reply(bodies[0])
         except TimeoutError as error:
             what = f"no answer from {address} within {in_seconds(timeout)}: it is stopped, or busy"
             if not accepted:

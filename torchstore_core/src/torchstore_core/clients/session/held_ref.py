@@ -21,9 +21,11 @@ TRACE = "TORCHSTORE_TRACE_REFS"
 _PACKAGE = __name__.partition(".")[0]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(init=False, repr=False, eq=False)
 class _Encoded:
-    """The fields that a reference is encoded with."""
+    """The fields that a reference is encoded with. Nothing makes one, so it needs no methods, which
+    take most of the time that importing this module takes.
+    """
 
     ref: ObjectRef
     store: StorePlace

@@ -23,8 +23,9 @@ import msgspec
 
 from torchstore_core.clients.session.holder import Holder, StorePlace
 from torchstore_core.errors import ProtocolError
+from torchstore_core.wire import framing
 from torchstore_core.wire import messages as m
-from torchstore_core.wire.framing import FrameReader, decode_reply, encode
+from torchstore_core.wire.framing import FrameReader, encode
 
 __all__ = ["Reclaimer"]
 
@@ -262,7 +263,7 @@ class Reclaimer:
         if not data:
             raise ConnectionResetError("the server has closed it")
         for body in self._unread.feed(data):
-            message = decode_reply(body)
+            message = framing.decode_reply(body)
             if isinstance(message, m.Failure):
                 log.warning("the server ends this session: %s", message.message)
                 return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.session.channel import Channel, MessageTooLargeError
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.state_dicts.ties import PLAIN, Ties, are_apart
+from torchstore_core.clients.transfer.columns.gets import Named, entries_of, names_and_tensors
 from torchstore_core.clients.transfer.gets import Leasing, ValueRequest, asks_of
 from torchstore_core.clients.transfer.targets import Plain, Target, plain_targets, resolve
 from torchstore_core.clients.values import nesting
@@ -23,6 +24,7 @@ from torchstore_core.clients.values.sharding import (
 )
 from torchstore_core.errors import (
     LayoutMismatchError,
+    ProtocolError,
     UnsupportedValueError,
 )
 from torchstore_core.values import ObjectRef, TensorMeta
@@ -81,14 +83,24 @@ class Wanted(NamedTuple):
     same_as: dict[int, int]
 
 
-def plan_get(key: str, user_state_dict: Any) -> Wanted | None:
-    """Plan the requests that fill a state dict; None: request everything.
+def plan_get(key: str, user_state_dict: Any) -> Wanted | Named | None:
+    """Plan the requests that fill a state dict; None: request everything. ``Named``: it is flat,
+    and has many values, all of them tensors that are no subclass.
 
     Raises:
         UnsupportedValueError, LayoutMismatchError: a destination that contradicts itself.
     """
     if user_state_dict is None:
         return None
+    if isinstance(user_state_dict, Mapping):
+        named = names_and_tensors(user_state_dict)
+        if named is not None:
+            return named
+    return _plan(key, user_state_dict)
+
+
+def _plan(key: str, user_state_dict: Any) -> Wanted:
+    """Plan the requests that fill a state dict, value by value."""
     leaves = nesting.flatten(key, user_state_dict)
     ties = Ties()
     same_as: dict[int, int] = {}
@@ -136,16 +148,18 @@ async def fetch(
     channel: Channel,
     key: str,
     version: int,
-    wanted: Wanted | None,
+    wanted: Wanted | Named | None,
     clock: Clock,
     how: Filling,
     *,
+    user_state_dict: Any = None,
     timeline: int = -1,
 ) -> FetchResult:
     """Fetch a version with one message, one lease and one batch of copies. This is repeated if a
     volume cannot be reached and there are copies on other volumes.
 
     Args:
+        user_state_dict: the state dict to fill, if there is one; ``wanted`` is its plan.
         timeline: of the version, if a ref names it; -1: any.
 
     Raises:
@@ -156,42 +170,57 @@ async def fetch(
     while True:
         with leasing:
             exactly = key, version, timeline
-            return await _fetch(session, channel, exactly, wanted, clock, how, leasing)
+            target = user_state_dict, wanted
+            return await _fetch(session, channel, exactly, target, clock, how, leasing)
 
 
 async def _fetch(
     session: Session,
     channel: Channel,
     exactly: tuple[str, int, int],
-    wanted: Wanted | None,
+    target: tuple[Any, Wanted | Named | None],
     clock: Clock,
     how: Filling,
     leasing: Leasing,
 ) -> FetchResult:
     key, version, timeline = exactly
-    wants = None if wanted is None else [ask.wire() for ask in wanted.asks]
-    number, lease, most = channel.next_id(), leasing.lease, session.inline_max()
-    request = (
-        m.Fetch(number, lease, key, version, wants, most, leasing.avoid)
-        if timeline < 0
-        else m.FetchRef(number, lease, key, version, wants, most, leasing.avoid, timeline)
-    )
+    state_dict, wanted = target
+    wants = [ask.wire() for ask in wanted.asks] if isinstance(wanted, Wanted) else None
+    ident = channel.next_id(), leasing.lease, key, version
+    more = session.inline_max(), leasing.avoid
+    request: m.Fetch
+    if isinstance(wanted, Named):
+        request = m.FetchKeys(*ident, [], *more, wanted.keys)
+    elif timeline < 0:
+        request = m.Fetch(*ident, wants, *more)
+    else:
+        request = m.FetchRef(*ident, wants, *more, timeline)
+    every = False
     try:
         reply = await channel.call(request, m.Fetched, clock.left())
-        starts = leasing.granted(reply.entries, reply.leased)
     except MessageTooLargeError:  # very many names: request all entries, and select here
-        request = msgspec.structs.replace(request, id=channel.next_id(), wants=None)
+        number = channel.next_id()
+        if isinstance(wanted, Named):
+            request = m.Fetch(number, *ident[1:], None, *more)
+        else:
+            request = msgspec.structs.replace(request, id=number, wants=None)
         reply = await channel.call(request, m.Fetched, clock.left())
-        starts = leasing.granted(reply.entries, reply.leased)
-        if wanted is not None:
-            reply, starts = _chosen(wanted, reply, starts)
+        every = wanted is not None
+    if reply.columns is not None:
+        if not every and (wanted is None or not reply.names):
+            done = await _in_columns(session, exactly, reply, target, clock, how, leasing)
+            if done is not None:
+                return done
+        reply = msgspec.structs.replace(reply, entries=entries_of(reply.columns), columns=None)
+    starts = leasing.granted(reply.entries, reply.leased)
+    if isinstance(wanted, Named):
+        wanted = _plan_again(key, state_dict, wanted)
+    if every and wanted is not None:
+        reply, starts = _chosen(wanted, reply, starts)
     if leasing.avoid:
         leasing.check(reply.entries)
     clock.phase("plan")
-    if how.report is not None:
-        how.report.version = reply.version
-        incarnation = session.welcome.incarnation
-        how.report.ref = ObjectRef(key, reply.version, incarnation, reply.timeline)
+    _report_version(session, key, reply, how)
     if wanted is None:
         targets, whole = _whole(reply, starts)
     else:
@@ -212,6 +241,50 @@ async def _fetch(
     values = await leasing.read(targets, how.allow_pickle, whole)
     made = _rebuilt(key, reply, values) if wanted is None else _filled(wanted, targets, values)
     return FetchResult(made, len(targets) + len(whole), reply.version)
+
+
+def _report_version(session: Session, key: str, reply: m.Fetched, how: Filling) -> None:
+    if how.report is not None:
+        how.report.version = reply.version
+        incarnation = session.welcome.incarnation
+        how.report.ref = ObjectRef(key, reply.version, incarnation, reply.timeline)
+
+
+async def _in_columns(
+    session: Session,
+    exactly: tuple[str, int, int],
+    reply: m.Fetched,
+    target: tuple[Any, Wanted | Named | None],
+    clock: Clock,
+    how: Filling,
+    leasing: Leasing,
+) -> FetchResult | None:
+    """Read what the reply has in columns: everything that was asked for, and all that there is.
+    None if it must be handled entry by entry; then nothing has been written.
+    """
+    state_dict, wanted = target
+    columns = reply.columns
+    tensors = wanted.tensors if isinstance(wanted, Named) else None
+    if columns is None or (wanted is not None and tensors is None):
+        return None
+    if wanted is None and len(reply.names) != len(columns):
+        raise ProtocolError(f"{len(reply.names)} names, and {len(columns)} values")
+    clock.phase("plan")
+    values = await leasing.read_columns(columns, tensors)
+    if values is None:
+        return None
+    _report_version(session, exactly[0], reply, how)
+    if wanted is None:
+        state_dict = dict(zip(reply.names, values, strict=True))
+    elif how.report is not None:
+        how.report.missing, how.report.unexpected, how.report.mismatched = [], [], {}
+    return FetchResult(state_dict, len(columns), reply.version)
+
+
+def _plan_again(key: str, state_dict: Any, named: Named) -> Wanted:
+    """Plan the requests value by value, for the names for which the server was asked."""
+    wanted = _plan(key, dict(zip(named.keys, named.tensors or (), strict=True)))
+    return wanted._replace(state_dict=state_dict)
 
 
 def _chosen(wanted: Wanted, reply: m.Fetched, starts: Sequence[int]) -> tuple[m.Fetched, list[int]]:

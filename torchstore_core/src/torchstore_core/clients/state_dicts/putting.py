@@ -7,7 +7,7 @@ import functools
 import hashlib
 import logging
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,6 +18,11 @@ from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.packed.packed import TorchStoreStateDict
 from torchstore_core.clients.state_dicts.casting import CastPlan, Casts
 from torchstore_core.clients.state_dicts.ties import PLAIN, Ties, shared
+from torchstore_core.clients.transfer.columns.sources import (
+    TensorColumns,
+    are_names,
+    tensor_columns,
+)
 from torchstore_core.clients.transfer.puts import Putting
 from torchstore_core.clients.transfer.sources import (
     Source,
@@ -124,7 +129,7 @@ def plan_put(
     keep: int | None = None,
     anonymous: str,
     allow_pickle: bool,
-) -> tuple[list[Source], m.Publication | None]:
+) -> tuple[Sequence[Source] | TensorColumns, m.Publication | None]:
     """Inspect every entry once. Returns the sources to store and the publication that they belong
     to; None instead of a publication if this rank is in no mesh of its DTensors.
 
@@ -145,6 +150,10 @@ def plan_put(
         raise ConfigurationError(
             f"participant is an int, or a str of at most 256 characters, not {participant!r}"
         )
+    if transfer_dtype is None and (participants or 1) == 1:
+        together = _columns(key, state_dict)
+        if together is not None:
+            return together, m.Publication(key, "", 1, partial, keep or 0, False)
     packed = state_dict if isinstance(state_dict, TorchStoreStateDict) else None
     leaves = nesting.flatten(key, state_dict) if packed is None else packed.leaves()
     ranks: frozenset[int] = frozenset()
@@ -214,6 +223,16 @@ def plan_put(
         name = name or f"{anonymous} {_digest(sources)}"
     group = m.Publication(key, name, participants, partial, keep or 0, packed is not None)
     return sources, group
+
+
+def _columns(key: str, state_dict: Any) -> TensorColumns | None:
+    """A flat state dict of many plain tensors, each with memory of its own; None if it is not."""
+    if not isinstance(state_dict, Mapping) or not are_names(state_dict, m.MAX_KEY - len(key) - 1):
+        return None
+    columns = tensor_columns(state_dict, state_dict.values())
+    if columns is None or shared(columns.addresses):
+        return None
+    return columns
 
 
 def _check_alone(key: str, sources: Sequence[Source]) -> None:

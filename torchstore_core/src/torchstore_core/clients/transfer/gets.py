@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -15,8 +15,17 @@ from torchstore_core.clients.session.channel import QUICK_ENTRIES, Channel
 from torchstore_core.clients.session.held_ref import HeldRef
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.transfer import executor
+from torchstore_core.clients.transfer.columns.batches import NotPlainError
+from torchstore_core.clients.transfer.columns.gets import Named, batch_of, entries_of
 from torchstore_core.clients.transfer.moves import get_batches
-from torchstore_core.clients.transfer.targets import Plain, Results, Target, plain_targets, resolve
+from torchstore_core.clients.transfer.targets import (
+    Plain,
+    Results,
+    Target,
+    plain_targets,
+    resolve,
+    were_written,
+)
 from torchstore_core.clients.values.plain import MANY
 from torchstore_core.clients.values.sharding import is_sharded, local_parts
 from torchstore_core.clients.values.tensors import plain_slice
@@ -30,7 +39,7 @@ from torchstore_core.errors import (
 from torchstore_core.values import ObjectRef, Request, TensorSlice
 from torchstore_core.wire import messages as m
 
-__all__ = ["Leasing", "ValueRequest", "asks_of", "get_asks"]
+__all__ = ["Found", "Leasing", "ValueRequest", "asks_of", "get_asks", "get_named", "requests_of"]
 
 
 class ValueRequest(msgspec.Struct, frozen=True, gc=False):
@@ -144,31 +153,79 @@ async def get_asks(
                 else m.LocateRefs(channel.next_id(), lease, wants, most, leasing.avoid, timelines)
             )
             located = await channel.call(request, m.Located, clock.left(), quick=quick)
-            starts = leasing.granted(located.entries, located.leased)
-            if leasing.avoid:
-                leasing.check(located.entries)
             clock.phase("plan")
-            if len(asks) < MANY:
-                found = zip(asks, located.entries, starts, strict=True)
-                targets = [
-                    resolve(at, start, ask.key, entry, ask.tensor, ask.part)
-                    for at, (ask, entry, start) in enumerate(found)
-                ]
-                return await leasing.read(targets, allow_pickle), located.entries
-            plain = plain_targets(
-                [ask.key for ask in asks],
-                located.entries,
-                starts,
-                [ask.tensor for ask in asks],
-                [ask.part for ask in asks],
-            )
-            targets = [
-                resolve(at, starts[at], ask.key, located.entries[at], ask.tensor, ask.part)
-                for at, ask in enumerate(asks)
-                if plain[at] is None
-            ]
-            whole = [one for one in plain if one is not None]
-            return await leasing.read(targets, allow_pickle, whole), located.entries
+            return await _read(leasing, located.entries, located.leased, asks, allow_pickle)
+
+
+async def get_named(
+    session: Session, channel: Channel, named: Named, clock: Clock, allow_pickle: bool
+) -> Found | tuple[dict[int, Any], list[m.Entry]]:
+    """:func:`get_asks` for many values. Returns the same if they had to be handled one by one."""
+    leasing = Leasing(session, channel, clock)
+    while True:
+        with leasing:
+            number, lease, most = channel.next_id(), leasing.lease, session.inline_max()
+            request = m.LocateKeys(number, lease, [], most, leasing.avoid, named.keys)
+            located = await channel.call(request, m.Located, clock.left())
+            clock.phase("plan")
+            entries, columns = located.entries, located.columns
+            if columns is not None:
+                values = await leasing.read_columns(columns, named.tensors)
+                if values is not None:
+                    return Found(values, columns.version_of()[0])
+                entries = entries_of(columns)
+            asks = requests_of(named)
+            return await _read(leasing, entries, located.leased, asks, allow_pickle)
+
+
+class Found(NamedTuple):
+    """Values that were all handled together, in the order of the request; and the version of the
+    first one.
+    """
+
+    values: Sequence[torch.Tensor]
+    version: int
+
+
+def requests_of(named: Named) -> list[ValueRequest]:
+    """A request for each value."""
+    tensors: Sequence[torch.Tensor | None] = named.tensors or [None] * len(named.keys)
+    rows = zip(named.keys, tensors, strict=True)
+    return [ValueRequest(key, 0, tensor, None) for key, tensor in rows]
+
+
+async def _read(
+    leasing: Leasing,
+    entries: list[m.Entry],
+    leased: bool,
+    asks: Sequence[ValueRequest],
+    allow_pickle: bool,
+) -> tuple[dict[int, Any], list[m.Entry]]:
+    """Check everything that was located, then move the bytes; returns as :func:`get_asks`."""
+    starts = leasing.granted(entries, leased)
+    if leasing.avoid:
+        leasing.check(entries)
+    if len(asks) < MANY:
+        found = zip(asks, entries, starts, strict=True)
+        targets = [
+            resolve(at, start, ask.key, entry, ask.tensor, ask.part)
+            for at, (ask, entry, start) in enumerate(found)
+        ]
+        return await leasing.read(targets, allow_pickle), entries
+    plain = plain_targets(
+        [ask.key for ask in asks],
+        entries,
+        starts,
+        [ask.tensor for ask in asks],
+        [ask.part for ask in asks],
+    )
+    targets = [
+        resolve(at, starts[at], ask.key, entries[at], ask.tensor, ask.part)
+        for at, ask in enumerate(asks)
+        if plain[at] is None
+    ]
+    whole = [one for one in plain if one is not None]
+    return await leasing.read(targets, allow_pickle, whole), entries
 
 
 async def _timelines(
@@ -273,6 +330,35 @@ class Leasing:
         values = results.finish(targets, allow_pickle=allow_pickle)
         self._clock.phase("copy")
         return values
+
+    async def read_columns(
+        self, columns: m.EntryColumns, tensors: list[torch.Tensor] | None
+    ) -> Sequence[torch.Tensor] | None:
+        """Move the bytes of values that the reply has in columns; returns the tensors. None if they
+        must be handled one by one; then nothing has been written.
+
+        Args:
+            tensors: the destinations; None: new tensors.
+        """
+        self._count = len(columns)
+        if columns.volume in self._failed:  # there is no other copy
+            raise self._failed[columns.volume]
+        batch = batch_of(columns, tensors)
+        if batch is None:
+            return None
+        work = executor.execute(self._session, [batch])
+        try:
+            (moved,) = await self._clock.within(work, self._channel)
+        except NotPlainError:
+            return None
+        measured = self._clock.measured
+        if measured is not None:
+            volume = self._session.volumes[batch.volume].info.id
+            measured.moved(batch.nbytes, moved.transport, (volume,))
+        if tensors is not None:
+            were_written(tensors)
+        self._clock.phase("copy")
+        return batch.tensors
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if self._leased and len(self._mapped) < self._count:

@@ -27,7 +27,7 @@ from torchstore_core.machine import copying
 from torchstore_core.values import ValueMeta
 from torchstore_core.wire import messages as m
 
-__all__ = ["Batch", "GetBatch", "Job", "Move", "PutBatch", "Rows", "Run", "TensorMove"]
+__all__ = ["Batch", "Columns", "GetBatch", "Job", "Move", "PutBatch", "Rows", "Run", "TensorMove"]
 __all__ += ["contiguous_start", "get_batches", "put_batches"]
 
 T = TypeVar("T")
@@ -63,8 +63,22 @@ class TensorMove(NamedTuple):
             yield self.offset + start * itemsize, length * itemsize
 
 
-#: Contiguous runs come in lists, of one run or of many.
-Move = list[Run] | Rows | TensorMove
+class Columns(NamedTuple):
+    """Many contiguous runs: their addresses in this process, their offsets in the segment, and
+    their lengths in bytes.
+    """
+
+    addresses: list[int]
+    offsets: list[int]
+    sizes: list[int]
+
+    def runs(self) -> list[Run]:
+        """The same, run by run."""
+        return list(zip(*self, strict=True))
+
+
+#: Contiguous runs come in lists, of one run or of many, or in columns.
+Move = list[Run] | Rows | TensorMove | Columns
 
 
 class Batch(ABC):
@@ -97,6 +111,11 @@ class Batch(ABC):
             for one in storages.values()
             if one.device.type == "cpu"
         ]
+
+    def take_memory(self) -> Sequence[torch.UntypedStorage | None]:
+        """What keeps the memory of the moves alive that were generated since the last call."""
+        taken, self._memory = self._memory, []
+        return taken
 
     @abstractmethod
     def moves(self, room: int | None) -> Iterator[Move]:

@@ -13,11 +13,14 @@ from torchstore_core.clients.calls.incarnations import refs_of
 from torchstore_core.clients.session.channel import QUICK_ENTRIES, Channel
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.transfer import executor
-from torchstore_core.clients.transfer.moves import PutBatch, put_batches
+from torchstore_core.clients.transfer.columns.batches import ColumnsPut
+from torchstore_core.clients.transfer.columns.sources import TensorColumns
+from torchstore_core.clients.transfer.moves import Batch, put_batches
 from torchstore_core.clients.transfer.sources import Source, inline_bytes
 from torchstore_core.errors import StoreFullError, TorchStoreError
 from torchstore_core.values import ObjectRef
 from torchstore_core.wire import messages as m
+from torchstore_core.wire.columns import in_a_row
 
 __all__ = ["Putting", "put_object", "put_sources"]
 
@@ -27,7 +30,7 @@ R = TypeVar("R", bound=m.Message)
 async def put_sources(
     session: Session,
     channel: Channel,
-    sources: Sequence[Source],
+    sources: Sequence[Source] | TensorColumns,
     nbytes: int,
     clock: Clock,
     *,
@@ -43,6 +46,8 @@ async def put_sources(
         The reply, with the version of each source; for a state dict, a single one.
     """
     if nbytes == 0 or nbytes <= session.inline_max():
+        if isinstance(sources, TensorColumns):
+            sources = sources.sources()
         items = [source.item(inline_bytes(source)) for source in sources]
         kind = m.Rewind if rewind else m.Put
         put = kind(channel.next_id(), session.next_id(), items, version, group, when_full)
@@ -82,7 +87,7 @@ class Putting:
         self,
         session: Session,
         channel: Channel,
-        sources: Sequence[Source],
+        sources: Sequence[Source] | TensorColumns,
         clock: Clock,
         version: int,
         group: m.Publication | None,
@@ -93,6 +98,7 @@ class Putting:
         self._session = session
         self._channel = channel
         self._sources = sources
+        self._entries = len(sources)
         self.clock = clock
         self._version = version
         self._group = group
@@ -102,37 +108,40 @@ class Putting:
         self._txn = session.begin()
         self._grants: list[m.Grant | None] = []
         self._done = False
-        self._batches: Sequence[PutBatch] = ()  # that are being written
+        self._batches: Sequence[Batch] = ()  # that are being written
 
     def __enter__(self) -> Putting:
         return self
 
     async def begin(self) -> None:
         """Have the server grant memory for the values."""
-        items = [
-            m.PutItem(source.key, source.meta, source.nbytes, None, None, source.path)
-            if source.plain
-            else source.item(None if source.nbytes else b"")
-            for source in self._sources
-        ]
+        items: list[m.PutItem] = []
+        columns: m.ItemColumns | None = None
+        if isinstance(self._sources, TensorColumns):
+            columns = self._sources.wire()
+        else:
+            items = [
+                m.PutItem(source.key, source.meta, source.nbytes, None, None, source.path)
+                if source.plain
+                else source.item(None if source.nbytes else b"")
+                for source in self._sources
+            ]
         put: m.Put | m.PutObject
         if self._held_as is None:
             kind = m.Rewind if self._rewind else m.Put
             number = self._channel.next_id()
-            put = kind(number, self._txn, items, self._version, self._group, self._when_full)
+            version, group = self._version, self._group
+            put = kind(number, self._txn, items, version, group, self._when_full, columns)
         else:
             put = m.PutObject(self._channel.next_id(), self._txn, items[0], *self._held_as)
-        granted = await _begin(self._session, self._channel, put, len(items), m.Granted, self.clock)
+        count = self._entries
+        granted = await _begin(self._session, self._channel, put, count, m.Granted, self.clock)
         self._grants = granted.grants
         self.clock.phase("plan")
 
     async def write(self) -> None:
         """Move the bytes. Afterwards, the caller may change the sources."""
-        placed = [source for source in self._sources if source.nbytes]
-        if len(self._grants) > len(placed):  # each further copy has as many grants as the first
-            placed *= len(self._grants) // len(placed)
-        pairs = zip(placed, self._grants, strict=True)
-        self._batches = put_batches(pairs)
+        self._batches = self._planned()
         work = executor.execute(self._session, self._batches)
         for moved in await self.clock.within(work, self._channel):
             if self.clock.measured is not None and moved.transport:
@@ -141,10 +150,24 @@ class Putting:
         self._sources = self._batches = ()
         self.clock.phase("copy")
 
+    def _planned(self) -> Sequence[Batch]:
+        """The plan: which source is written to which place."""
+        sources, grants = self._sources, self._grants
+        if isinstance(sources, TensorColumns):
+            first = grants[0] if grants else None
+            if len(grants) == 1 and first is not None:
+                offsets = in_a_row(first.offset, sources.sizes)
+                return [ColumnsPut(first.volume, first.segment, sources, offsets)]
+            sources = sources.sources()
+        placed = [source for source in sources if source.nbytes]
+        if len(grants) > len(placed):  # each further copy has as many grants as the first
+            placed *= len(grants) // len(placed)
+        return put_batches(zip(placed, grants, strict=True))
+
     async def commit(self) -> m.Committed:
         """Make the values visible to readers; returns the reply, with their versions."""
         commit = m.Commit(self._channel.next_id(), self._txn)
-        quick = len(self._grants) <= QUICK_ENTRIES
+        quick = self._entries <= QUICK_ENTRIES
         done = await self._channel.call(commit, m.Committed, self.clock.left(), quick=quick)
         self._done = True
         self.clock.phase("commit")

@@ -16,7 +16,7 @@ import torch
 
 from torchstore_core.clients.transfer import cuda
 from torchstore_core.clients.transfer.link_errors import link_errors
-from torchstore_core.clients.transfer.moves import Batch, Move, TensorMove
+from torchstore_core.clients.transfer.moves import Batch, Columns, Move, TensorMove
 from torchstore_core.clients.values.tensors import (
     address_of,
     byte_like,
@@ -114,6 +114,8 @@ def planned(moves: Iterable[Move], segment: int) -> CopyPlan:
     plan = CopyPlan()
     copies = plan.copies
     for move in moves:
+        if isinstance(move, Columns):
+            move = move.runs()
         if isinstance(move, list):
             copies += [Copy(run[0], segment, run[1], run[2]) for run in move]
         elif isinstance(move, TensorMove):

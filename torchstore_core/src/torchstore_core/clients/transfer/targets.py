@@ -38,8 +38,11 @@ __all__ = [
     "Target",
     "TargetPiece",
     "narrow",
+    "new_tensor",
+    "out_of_memory",
     "plain_targets",
     "resolve",
+    "were_written",
 ]
 
 #: New tensors of at least this size, in bytes, are mapped if possible; smaller ones are copied (a
@@ -306,7 +309,7 @@ class Results:
             elif target.tensor is not None:
                 made = target.tensor
             else:
-                made = _new_tensor(target.shape, target.dtype)
+                made = new_tensor(target.shape, target.dtype)
             self.values[target.at] = made
         return made
 
@@ -327,13 +330,13 @@ class Results:
                 like = first.get(meta)
                 if like is None:
                     dtype = dtype_of(meta, one.key)
-                    like = first[meta] = _new_tensor(meta.shape, dtype)
+                    like = first[meta] = new_tensor(meta.shape, dtype)
                     add(like)
                     continue
             try:
                 add(empty_like(like))
             except RuntimeError as error:
-                raise _out_of_memory(like.nbytes, error) from error
+                raise out_of_memory(like.nbytes, error) from error
         self.values.update(zip([one.at for one in plain], found, strict=True))
         return found
 
@@ -342,9 +345,7 @@ class Results:
         tensors = [one.tensor for one in plain if one.tensor is not None]
         places = [one.at for one in plain if one.tensor is not None]
         self.values.update(zip(places, tensors, strict=True))  # no pair stays: nothing to collect
-        # Tell autograd, which did not see the writes.
-        seen = [tensor for tensor in tensors if not tensor.is_inference()]
-        torch.autograd.graph.increment_version(seen)
+        were_written(tensors)
 
     def finish(self, targets: Iterable[Target], *, allow_pickle: bool) -> dict[int, Any]:
         """All values, once everything has been moved: adds the bytes that the reply contained, and
@@ -389,20 +390,28 @@ class Results:
             torch.autograd.graph.increment_version(tensor)
 
 
-def _new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A new tensor in host memory. Raises OutOfMemoryError if there is none for it."""
     try:
         return torch.empty(shape, dtype=dtype, device="cpu")
     except RuntimeError as error:
-        raise _out_of_memory(math.prod(shape) * dtype.itemsize, error) from error
+        raise out_of_memory(math.prod(shape) * dtype.itemsize, error) from error
 
 
-def _out_of_memory(nbytes: int, error: RuntimeError) -> OutOfMemoryError:
+def out_of_memory(nbytes: int, error: RuntimeError) -> OutOfMemoryError:
+    """The error for a tensor that torch could not create."""
     return OutOfMemoryError(
         f"a tensor of {nbytes:,} bytes cannot be made in this process ({error}). Drop tensors, get "
         "into existing ones, or raise its limits: memory, address space (ulimit -v), mappings "
         "(vm.max_map_count)",
         details={"requested_bytes": nbytes},
     )
+
+
+def were_written(tensors: Iterable[torch.Tensor]) -> None:
+    """Tell autograd, which did not see the writes to these tensors."""
+    with torch.inference_mode():  # where tensors of inference mode, which have no version, may be
+        torch.autograd.graph.increment_version(tensors)
 
 
 def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:

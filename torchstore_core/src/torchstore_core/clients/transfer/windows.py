@@ -6,14 +6,15 @@ tensors on a device are copied on its side stream. What is left when a link fail
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import count
+from itertools import accumulate, count
 
 import torch
 
 from torchstore_core.clients.transfer import cuda
 from torchstore_core.clients.transfer.link_errors import link_errors
-from torchstore_core.clients.transfer.moves import Batch, Move, Rows, Run, TensorMove
+from torchstore_core.clients.transfer.moves import Batch, Columns, Move, Rows, Run, TensorMove
 from torchstore_core.clients.transfer.staging import CopyPlan, adapt, planned, unpack
 from torchstore_core.clients.transfer.targets import narrow
 from torchstore_core.clients.values.tensors import (
@@ -126,6 +127,8 @@ def _tasks(
         if isinstance(move, list):
             runs += move
             gathered += sum([run[2] for run in move])
+        elif isinstance(move, Columns):
+            yield from _column_tasks(link, batch, base, move, size, progress)
         elif not isinstance(move, TensorMove):
             rows.append(move)
             gathered += move[2] * move[3]
@@ -140,6 +143,39 @@ def _tasks(
             runs, rows, gathered = [], [], 0
     yield from _chunks(link, batch, base, runs, rows, size, progress)
     progress.complete = True
+
+
+def _column_tasks(
+    link: SupportsWindow, batch: Batch, base: int, move: Columns, size: int, progress: _Progress
+) -> Iterator[copying.Task]:
+    """Divide columns into tasks of about ``size`` bytes."""
+    ends = list(accumulate(move.sizes))
+    first = done = 0
+    while first < len(ends):
+        last = bisect_right(ends, done + size, lo=first)
+        if last == first:  # a single value that must be divided
+            last += 1
+            runs = Columns(*[column[first:last] for column in move]).runs()
+            yield from _chunks(link, batch, base, runs, [], size, progress)
+        else:
+            part = Columns(*[column[first:last] for column in move])
+            yield progress.task([part], _column_task(link, batch, base, part))
+        first, done = last, ends[last - 1]
+
+
+def _column_task(link: SupportsWindow, batch: Batch, base: int, part: Columns) -> copying.Task:
+    segment, into = batch.segment, batch.into_segment
+    stream = batch.nbytes >= copying.STREAM_MIN
+    low, high = part.offsets[0], part.offsets[-1] + part.sizes[-1]
+    nbytes = sum(part.sizes)
+
+    def task() -> None:
+        if 0 < high - low <= nbytes + nbytes // 2:  # as in _run_task
+            with link_errors():
+                link.prepare(segment, low, high - low, fresh=into)
+        copying.copy_columns(*part, base, into=into, stream=stream)
+
+    return task
 
 
 def _chunks(

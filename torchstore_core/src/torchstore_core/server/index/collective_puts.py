@@ -10,10 +10,12 @@ from torchstore_core.errors import ProtocolError
 from torchstore_core.server.index.catalog import Catalog
 from torchstore_core.server.index.generations import Generation
 from torchstore_core.server.index.items import (
+    PutItems,
     check_item,
     check_key,
     checked_box,
     grants_of,
+    packed_grant,
     unusual,
 )
 from torchstore_core.server.index.key_history import PutTarget
@@ -37,6 +39,9 @@ class CollectivePut:
     3. :meth:`compare` finds the :attr:`items` that must be stored.
     4. Once memory is allocated for them, :meth:`enter` makes the put part of its generations.
 
+    Args:
+        given: the items of the request.
+
     Attributes:
         items: the items that must be stored; other participants store the rest.
         boxes: the box of each of these items; None for an item that is a whole value.
@@ -47,15 +52,22 @@ class CollectivePut:
             ``Catalog.target``.
     """
 
-    def __init__(self, catalog: Catalog, session: SessionRecord, request: m.Put) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        session: SessionRecord,
+        request: m.Put,
+        given: Sequence[m.PutItem],
+    ) -> None:
         self._catalog = catalog
         self._session = session
         self._request = request
+        self._given = given
         self._targets: dict[str, PutTarget] = {}
-        self._found: list[tuple[PutTarget | None, Box | None]] = []
+        self._found: Sequence[tuple[PutTarget | None, Box | None]] = []
         self._stored: list[int] = []
         self._fresh: Generation | None = None
-        self.items: list[m.PutItem] = []
+        self.items: Sequence[m.PutItem] = []
         self.boxes: list[Box | None] = []
         self._decide()
 
@@ -75,10 +87,12 @@ class CollectivePut:
             raise ProtocolError("a state dict has a key, and participants and keep above 0")
         seen: dict[str, tuple[m.PutItem, set[Box] | None]] = {}
         found: list[Box | None] = []
-        once = len({item.key for item in request.items}) == len(request.items)
-        if once and not unusual(request.items):
-            return [None] * len(request.items)
-        for at, item in enumerate(request.items):
+        given = self._given
+        in_columns = type(given) is PutItems
+        once = len(set(self._names())) == len(given)
+        if once and (in_columns or not unusual(given)):
+            return [None] * len(given)
+        for at, item in enumerate(given):
             box = None if item.part is None else checked_box(item)
             if item.same_as >= 0 or (box is not None and box.is_empty):
                 check_key(item)
@@ -100,9 +114,13 @@ class CollectivePut:
             target = self._target(
                 publication.key, publication.participant, ("state dict", publication.participants)
             )
-            self._found = [(target, box) for box in checked]
+            if type(self._given) is PutItems:
+                self._found = [(target, None)] * len(checked)
+            else:
+                self._found = [(target, box) for box in checked]
             return
-        for item, box in zip(request.items, checked, strict=True):
+        found: list[tuple[PutTarget | None, Box | None]] = []
+        for item, box in zip(self._given, checked, strict=True):
             target = self._targets.get(item.key)
             if target is None and (request.version or item.part is not None):
                 layout, participant = _layout_of(item)
@@ -111,7 +129,13 @@ class CollectivePut:
                 mesh = item.part.mesh_shape if item.part is not None else ()
                 replica = bool(mesh) or (box is not None and box.is_empty)
                 target = self._target(item.key, participant, layout, replica=replica)
-            self._found.append((target, box))
+            found.append((target, box))
+        self._found = found
+
+    def _names(self) -> list[str]:
+        """The keys of all items."""
+        given = self._given
+        return given.keys if type(given) is PutItems else [item.key for item in given]
 
     def clear(self) -> list[Value]:
         """Drop whatever must make way for this put. Returns the values that nothing holds any
@@ -125,17 +149,17 @@ class CollectivePut:
         Raises:
             LayoutMismatchError: another participant puts an entry with a different shape or dtype.
         """
-        request = self._request
+        request, given = self._request, self._given
         publication = request.group
         made = None if publication is None else self._targets[publication.key].generation
-        pieces = [item for item in request.items if item.same_as >= 0 or item.part is not None]
-        if made is not None and not (made.entries or made.relied or pieces):
+        if made is not None and not (made.entries or made.relied or self._has_pieces()):
             # No part of this state dict exists yet: the usual case, often with many entries.
             self._fresh = made
-            self._stored = list(range(len(request.items)))
-            self.items, self.boxes = request.items, [None] * len(request.items)
+            self.items, self.boxes = given, [None] * len(given)
             return
-        for at, item in enumerate(request.items):
+        stored: list[m.PutItem] = []
+        self.items = stored
+        for at, item in enumerate(given):
             target, box = self._found[at]
             if item.same_as >= 0:
                 continue
@@ -147,8 +171,17 @@ class CollectivePut:
             if box is not None and box.is_empty:
                 continue
             self._stored.append(at)
-            self.items.append(item)
+            stored.append(item)
             self.boxes.append(box)
+
+    def _has_pieces(self) -> bool:
+        """Whether any item is a shard, or shares the bytes of another one."""
+        return bool([item for item in self._request.items if item.same_as >= 0 or item.part])
+
+    @property
+    def in_boxes(self) -> bool:
+        """Whether any of the items to be stored is a part of a value."""
+        return self._fresh is None
 
     @property
     def keys(self) -> Collection[str]:
@@ -184,7 +217,7 @@ class CollectivePut:
         return target
 
     def _check_alias(self, at: int, item: m.PutItem) -> None:
-        items, of = self._request.items, item.same_as
+        items, of = self._given, item.same_as
         if of == -1:
             return
         if not 0 <= of < at or self._request.group is None or items[of].same_as >= 0:
@@ -206,20 +239,17 @@ class CollectivePut:
         if publication is not None:
             contributions[publication.key][1].partial = publication.partial
             if any(item.same_as >= 0 for item in request.items):
-                contributions[publication.key][1].order = dict.fromkeys(
-                    [item.key for item in request.items]
-                )
+                contributions[publication.key][1].order = dict.fromkeys(self._names())
         if publication is not None and self._fresh is not None:
             target, contribution = contributions[publication.key]
-            names = [item.key for item in request.items]
             contribution.paths = {item.key: item.path for item in request.items if item.path}
-            contribution.items = list(zip(names, values, strict=True))
+            contribution.items = list(zip(self._names(), values, strict=True))
             self._fresh.entries.update(contribution.items)
             return Txn(list(values), granted, [], [(target, contribution)], [target])
         by_item = dict(zip(self._stored, values, strict=True))
         plain: list[Value] = []
         results: list[Value | PutTarget] = []
-        for at, (item, (where, box)) in enumerate(zip(request.items, self._found, strict=True)):
+        for at, (item, (where, box)) in enumerate(zip(self._given, self._found, strict=True)):
             value = by_item.get(at)
             if where is None:
                 if value is not None:
@@ -235,7 +265,7 @@ class CollectivePut:
             if item.path:
                 contribution.paths[name] = item.path
             if item.same_as >= 0:
-                contribution.aliases[name] = request.items[item.same_as].key
+                contribution.aliases[name] = self._given[item.same_as].key
             elif value is not None:
                 generation.add(contribution, name, item.key, value)
             else:
@@ -246,12 +276,17 @@ class CollectivePut:
             results = [self._targets[publication.key]]
         return Txn(list(values), granted, plain, list(contributions.values()), results)
 
-    def grants(self, values: Sequence[Value]) -> list[m.Grant | None] | None:
-        """Return the grants for the reply; None if all data was inline and the put is complete."""
+    def grants(self, values: Sequence[Value], placed: int) -> list[m.Grant | None] | None:
+        """Return the grants for the reply; None if all data was inline and the put is complete.
+
+        ``placed``: the bytes granted for the values, if all are on one volume; otherwise -1.
+        """
         if self._fresh is not None:
+            if type(self._given) is PutItems and (packed := packed_grant(values, placed)):
+                return packed
             return grants_of([value for value in values if value.data is None]) or None
         by_item = dict(zip(self._stored, values, strict=True))
-        asked = [at for at, i in enumerate(self._request.items) if i.data is None and i.same_as < 0]
+        asked = [at for at, i in enumerate(self._given) if i.data is None and i.same_as < 0]
         if not asked:
             return None
         return grants_of([by_item.get(at) for at in asked])

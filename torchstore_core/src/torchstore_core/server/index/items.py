@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import overload
 
 from torchstore_core import boxes
 from torchstore_core.boxes import Box
@@ -10,8 +11,10 @@ from torchstore_core.errors import ProtocolError
 from torchstore_core.server.index.records import Value
 from torchstore_core.values import StateDictMeta, TensorMeta
 from torchstore_core.wire import messages as m
+from torchstore_core.wire.columns import ALIGNMENT, spread
 
-__all__ = ["MOST_BYTES", "check_item", "check_key", "checked_box", "grants_of", "unusual"]
+__all__ = ["MOST_BYTES", "PutItems", "check_item", "check_key", "checked_box", "grants_of"]
+__all__ += ["items_of", "one_by_one", "packed_grant", "unusual"]
 
 # Maximum number of dimensions of a tensor, or of a mesh: more than torch has.
 _MAX_DIMS = 64
@@ -19,10 +22,75 @@ _MAX_DIMS = 64
 MOST_BYTES = 1 << 60
 
 
+class PutItems(Sequence[m.PutItem]):
+    """The items of a put that came in columns. They have been checked as :func:`check_item` does.
+    Where there are many, the columns are read: an item is only created when it is asked for.
+
+    Attributes:
+        keys, metas, sizes: see ``messages.PutItem``.
+    """
+
+    __slots__ = ("keys", "metas", "sizes")
+
+    def __init__(self, columns: m.ItemColumns) -> None:
+        self.keys = columns.keys
+        of = columns.kind_of()
+        sizes = [kind.nbytes for kind in columns.kinds]
+        for nbytes in sizes:
+            if not 0 < nbytes < MOST_BYTES:
+                raise ProtocolError(f"cannot place {nbytes} bytes")
+        lengths = set(map(len, self.keys))
+        if lengths and (min(lengths) < 1 or max(lengths) > m.MAX_KEY):
+            raise _key_error(min(lengths) and max(lengths))
+        self.metas: list[TensorMeta] = spread([kind.meta for kind in columns.kinds], of)
+        self.sizes = spread(sizes, of)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @overload
+    def __getitem__(self, at: int) -> m.PutItem: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[m.PutItem]: ...
+    def __getitem__(self, at: int | slice) -> m.PutItem | list[m.PutItem]:
+        if isinstance(at, slice):
+            return list(map(m.PutItem, self.keys[at], self.metas[at], self.sizes[at]))
+        return m.PutItem(self.keys[at], self.metas[at], self.sizes[at])
+
+    def __iter__(self) -> Iterator[m.PutItem]:
+        return map(m.PutItem, self.keys, self.metas, self.sizes)
+
+
+def items_of(request: m.Put) -> Sequence[m.PutItem]:
+    """The items of a put. Raises ProtocolError if those in columns are invalid."""
+    if request.columns is None:
+        return request.items
+    if request.items:
+        raise ProtocolError("the items of a put come in columns or one by one")
+    return PutItems(request.columns)
+
+
+@overload
+def one_by_one(request: m.LocateKeys) -> m.Locate: ...
+@overload
+def one_by_one(request: m.FetchKeys) -> m.Fetch: ...
+def one_by_one(request: m.LocateKeys | m.FetchKeys) -> m.Locate | m.Fetch:
+    """Return the request with a want for each of its keys."""
+    wants = [*(request.wants or ()), *map(m.Want, request.keys)]
+    lease, most, avoid = request.lease, request.inline_max, request.avoid
+    if isinstance(request, m.LocateKeys):
+        return m.Locate(request.id, lease, wants, most, avoid)
+    return m.Fetch(request.id, lease, request.key, request.version, wants, most, avoid)
+
+
 def check_key(item: m.PutItem) -> None:
     """Raise ``ProtocolError`` if an item's key is empty or too long."""
     if not 0 < len(item.key) <= m.MAX_KEY:
-        raise ProtocolError(f"a key has 1 to {m.MAX_KEY} characters, not {len(item.key)}")
+        raise _key_error(len(item.key))
+
+
+def _key_error(characters: int) -> ProtocolError:
+    return ProtocolError(f"a key has 1 to {m.MAX_KEY} characters, not {characters}")
 
 
 def check_item(item: m.PutItem) -> None:
@@ -89,6 +157,21 @@ def checked_box(item: m.PutItem) -> Box | None:
             key=item.key,
         )
     return None if box == target else box
+
+
+def packed_grant(values: Sequence[Value], placed: int) -> list[m.Grant | None] | None:
+    """Return the only grant of values on one volume, of ``placed`` bytes together, if they lie one
+    after the other there; see ``messages.Granted``.
+    """
+    offsets = [value.offset for value in values]
+    if (
+        not offsets
+        or (offsets[-1] + values[-1].nbytes - offsets[0] + ALIGNMENT - 1) & -ALIGNMENT != placed
+    ):
+        return None
+    if sorted(offsets) != offsets:  # they do not overlap, so these are all the bytes
+        return None
+    return [m.Grant(values[0].volume, 0, offsets[0])]
 
 
 def grants_of(values: Sequence[Value | None]) -> list[m.Grant | None]:

@@ -45,8 +45,10 @@ _decode = msgspec.msgpack.Decoder(
     | m.Delete
     | m.Locate
     | m.LocateRefs
+    | m.LocateKeys
     | m.Fetch
     | m.FetchRef
+    | m.FetchKeys
     | m.Hold
     | m.Unhold
     | m.Free
@@ -225,7 +227,9 @@ class RecordedController(Controller):
             self.log.append(_ABORT_EARLY if remember else _ABORT, session.serial, _encode(txn_ids))
         super().abort(session, txn_ids, remember=remember)
 
-    def locate(self, session: SessionRecord, request: m.Locate) -> tuple[list[m.Entry], bool]:
+    def locate(
+        self, session: SessionRecord, request: m.Locate
+    ) -> tuple[list[m.Entry] | m.EntryColumns, bool]:
         if self.spilling.active:  # it changes what is evicted next
             self.log.append(_REQUEST, session.serial, _encode(request))
             return super().locate(session, request)

@@ -15,7 +15,7 @@ from torchstore_core.wire import messages as m
 __all__ = ["HOLDS", "RecordedHolds"]
 
 #: The attributes of holds that are state, besides the catalog's ``held``.
-HOLDS = ("_tickets", "_early", "_dying", "_deadlines", "_counter", "_number")
+HOLDS = ("_tickets", "_early", "_dying", "_adopting", "_deadlines", "_counter", "_number")
 
 
 class RecordedHolds(Holds):

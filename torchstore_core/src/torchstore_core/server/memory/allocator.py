@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+
+from torchstore_core.wire.columns import ALIGNMENT, in_a_row
 
 __all__ = ["ALIGNMENT", "Allocator", "rounded"]
-
-#: Every range starts and ends at a multiple of this: one cache line, enough for any dtype.
-ALIGNMENT = 64
 
 
 def rounded(nbytes: int) -> int:
@@ -148,9 +146,7 @@ class Allocator:
             return []
         start = self.allocate(total)
         if start is not None:
-            steps = [(size + ALIGNMENT - 1) & -ALIGNMENT for size in sizes]
-            *offsets, _ = accumulate(steps, initial=start)
-            return offsets
+            return in_a_row(start, sizes)
         pieces = self._allocate_each(sizes)
         if pieces is None and len(sizes) > 1 and max(sizes) <= self.largest_free:
             largest_first = sorted(range(len(sizes)), key=lambda at: -sizes[at])

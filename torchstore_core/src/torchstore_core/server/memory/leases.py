@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
+from typing import cast
 
 from torchstore_core.contracts.strategy import ClientFacts, Strategy
 from torchstore_core.errors import ProtocolError
@@ -11,9 +12,14 @@ from torchstore_core.server.index.records import SessionRecord, Shards, Stored, 
 from torchstore_core.server.memory import strategy_calls
 from torchstore_core.server.memory.allocator import ALIGNMENT, rounded
 from torchstore_core.server.memory.volume_record import VolumeRecord
+from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
+from torchstore_core.wire.columns import FEWEST, MOST, kinds_of, pack
 
 __all__ = ["Leases"]
+
+_VALUES = {Value}
+_TENSORS = {TensorMeta}
 
 
 class Leases:
@@ -104,6 +110,49 @@ class Leases:
             session.leases[lease] = held
         return entries, leased
 
+    def columns(
+        self,
+        session: SessionRecord,
+        lease: int,
+        found: Sequence[Stored | None],
+        inline_max: int,
+        version: int = 0,
+    ) -> m.EntryColumns | None:
+        """Lease values, and describe them in columns. Returns None, and leases nothing, if they do
+        not fit: then :meth:`entries` answers.
+
+        Args:
+            version: of all values; 0: each has its own.
+        """
+        if not FEWEST <= len(found) <= MOST or set(map(type, found)) != _VALUES:
+            return None
+        values = cast("list[Value]", found)
+        sizes = [value.nbytes for value in values]
+        if sum(sizes) <= inline_max or lease in session.leases or lease in session.given_back:
+            return None
+        index = values[0].volume
+        if len(self.volumes) > 1:
+            for value in values:
+                if value.more or value.volume != index:
+                    return None
+        offsets = [value.offset for value in values]
+        metas = [value.meta for value in values]
+        if min(offsets) < 0 or set(map(type, metas)) != _TENSORS:  # some have their bytes inline
+            return None
+        kinds, of = kinds_of(cast("list[TensorMeta]", metas), sizes)
+        versions = [version] if version else [value.version for value in values]
+        leased = 0
+        for value in values:
+            pins = value.pins
+            value.pins = pins + 1
+            if not pins:
+                leased += (value.nbytes + ALIGNMENT - 1) & -ALIGNMENT
+        self.volumes[index].leased += leased
+        session.leases[lease] = list(values)
+        if len(set(versions)) == 1:
+            versions = versions[:1]
+        return m.EntryColumns(kinds, of, versions, index, 0, pack(offsets))
+
     def _read(self, values: Sequence[Value]) -> list[bytes] | None:
         """Read the bytes of values in segments; None if the controller cannot read all of them."""
         found: list[bytes] = []
@@ -166,17 +215,30 @@ class Leases:
         if value.pins:
             self.volumes[place[0]].leased += rounded(value.nbytes)
 
-    def unpin(self, value: Value) -> bool:
-        """Remove a lease of a value; returns whether nothing holds the value any more."""
-        value.pins -= 1
-        if value.pins == 0:
-            nbytes = rounded(value.nbytes)
-            volume = self.volumes[value.volume]
-            if not volume.lost:
-                volume.leased -= nbytes
+    def unpin(self, values: Iterable[Value | None]) -> list[Value]:
+        """Remove a lease of each value; returns the values that nothing holds any more."""
+        freed: list[Value] = []
+        volumes = self.volumes
+        last, leased = -1, 0  # a volume, and how many of its bytes are no longer leased
+        for value in values:
+            if value is None:
+                continue
+            value.pins = pins = value.pins - 1
+            if pins:
+                continue
+            nbytes = (value.nbytes + ALIGNMENT - 1) & -ALIGNMENT
+            if value.volume != last:
+                if leased and not volumes[last].lost:
+                    volumes[last].leased -= leased
+                last, leased = value.volume, 0
+            leased += nbytes
             for at, _ in value.more:
-                self.volumes[at].leased -= nbytes
-        return not (value.pins or value.uses)
+                volumes[at].leased -= nbytes
+            if not value.uses:
+                freed.append(value)
+        if leased and not volumes[last].lost:
+            volumes[last].leased -= leased
+        return freed
 
 
 class _Choice:

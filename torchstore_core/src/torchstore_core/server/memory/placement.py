@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 
 import msgspec
 
 from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFacts
 from torchstore_core.errors import ProtocolError
-from torchstore_core.server.index.items import MOST_BYTES, check_item
+from torchstore_core.server.index.items import MOST_BYTES, PutItems, check_item
 from torchstore_core.server.index.records import Value
 from torchstore_core.server.memory import strategy_calls
 from torchstore_core.server.memory.allocator import ALIGNMENT, rounded
@@ -22,6 +23,8 @@ __all__ = ["Run", "checked_items", "find_place", "sizes_of", "values_in_runs"]
 
 def checked_items(items: Sequence[m.PutItem]) -> tuple[int, int, list[int]]:
     """Return :func:`sizes_of` the items, after checking each as :func:`check_item` does."""
+    if type(items) is PutItems:  # they have been checked
+        return sizes_of(items)
     placed = inline = 0
     sizes: list[int] = []
     for item in items:
@@ -43,8 +46,11 @@ def sizes_of(items: Sequence[m.PutItem]) -> tuple[int, int, list[int]]:
     """Return the bytes to place (rounded), the inline bytes, and the sizes of the values to place,
     in order.
     """
-    sizes = [item.nbytes for item in items if item.data is None]
     inline = 0
+    if type(items) is PutItems:
+        sizes = items.sizes
+    else:
+        sizes = [item.nbytes for item in items if item.data is None]
     if len(sizes) < len(items):
         inline = sum([item.nbytes for item in items if item.data is not None])
     placed = sum([(size + ALIGNMENT - 1) & -ALIGNMENT for size in sizes])
@@ -247,6 +253,10 @@ def _values(items: Sequence[m.PutItem], facts: ClientFacts, run: Run) -> list[Va
     volume, offsets = run.copies[0]
     others = run.copies[1:]
     index = volume.index
+    if not others and type(items) is PutItems:
+        nowhere, none, one = repeat(None), repeat(0), repeat(1)
+        columns = items.keys, items.metas, items.sizes, repeat(index), nowhere, offsets
+        return list(map(Value, *columns, repeat(facts), none, repeat(0.0), none, one))
     if not others and len(offsets) == len(items):  # the usual case, with many items
         return [
             Value(item.key, item.meta, item.nbytes, index, None, offset, facts, uses=1)

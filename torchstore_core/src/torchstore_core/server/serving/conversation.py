@@ -357,6 +357,8 @@ class Conversation:
                 return _committed(request.id, versions)
             case m.Locate():
                 entries, leased = controller.locate(session, request)
+                if isinstance(entries, m.EntryColumns):
+                    return m.Located(request.id, [], leased, columns=entries)
                 return m.Located(request.id, entries, leased)
             case m.Fetch():
                 return controller.fetch(session, request)

@@ -11,6 +11,7 @@ import heapq
 import math
 import secrets
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import msgspec
 
@@ -89,6 +90,8 @@ class Holds:
         self._clock = clock
         self._tickets: dict[int, Ticket] = {}
         self._early: dict[int, SessionRecord | None] = {}
+        #: What children have sent that wait for what their parents lend to them.
+        self._adopting: dict[SessionRecord, list[tuple[str, Any]]] = {}
         self._dying: set[SessionRecord] = set()  # what they have sent may not be read yet
         self._deadlines: list[tuple[float, int, int | SessionRecord]] = []
         self._counter = 0
@@ -163,6 +166,9 @@ class Holds:
 
     def unhold(self, session: SessionRecord, idents: Iterable[int]) -> None:
         """End holds of a session; ids that are unknown are refused when they are to begin."""
+        idents = list(idents)
+        if self._waits(session, "unhold", idents):
+            return
         for ident in idents:
             hold = session.holds.pop(ident, None)
             if hold is not None:
@@ -217,6 +223,8 @@ class Holds:
 
     def lend(self, session: SessionRecord, ident: int, number: int) -> None:
         """A session sends a reference."""
+        if self._waits(session, "lend", (ident, number)):
+            return
         hold = session.holds.get(ident)
         if hold is None or number in self._tickets:
             return  # it was freed, or its session has ended
@@ -228,6 +236,8 @@ class Holds:
 
     def lend_all(self, session: SessionRecord, number: int) -> None:
         """The process of a session forks."""
+        if self._waits(session, "lend_all", number):
+            return
         if number not in self._tickets:
             self._add(number, Ticket(dict(session.holds), session, is_fork=True))
             child = self._early.pop(number, None)
@@ -245,6 +255,8 @@ class Holds:
         so when it reads it. If its process has died since, it is not in flight any more, either.
         """
         if request.hold in session.holds:
+            return
+        if self._waits(session, "claim", request):
             return
         ticket = self._tickets.get(request.ticket)
         if session.closed is not None and session not in self._dying:
@@ -273,7 +285,8 @@ class Holds:
 
     def adopt(self, session: SessionRecord, number: int, pid: int = 0) -> None:
         """A forked child takes over what its parent has lent to it (0: nothing), or says that it is
-        ``pid`` that has the session from now on (0: it does not say so).
+        ``pid`` that has the session from now on (0: it does not say so). If its connection is read
+        before that of its parent, all that it sends waits; it may have ended by then.
         """
         if pid:
             session.facts = msgspec.structs.replace(session.facts, pid=pid)
@@ -283,18 +296,35 @@ class Holds:
     def _adopt(self, session: SessionRecord, number: int) -> None:
         ticket = self._tickets.get(number)
         if ticket is None:
+            self._adopting.setdefault(session, [])
             self._remember_early(number, session)
             return
         if not ticket.is_fork:
             return
-        inherited = ticket.holds if session.closed is None else {}  # it may have ended already
-        for ident, hold in inherited.items():
-            if ident in session.given_back:  # the child has dropped it already
-                session.given_back.discard(ident)
-            elif ident not in session.holds:
+        for ident, hold in ticket.holds.items():
+            if ident not in session.holds:
                 hold.version.count += 1
                 session.holds[ident] = Hold(hold.version, hold.since, hold.where)
         self._end_ticket(number)
+        for name, sent in self._adopting.pop(session, ()):
+            match name:  # what a subclass does with it, it has done when it came
+                case "unhold":
+                    Holds.unhold(self, session, sent)
+                case "lend":
+                    Holds.lend(self, session, *sent)
+                case "lend_all":
+                    Holds.lend_all(self, session, sent)
+                case "claim":
+                    Holds.claim(self, session, sent)
+        if session.closed is not None:
+            self.session_ended(session)
+
+    def _waits(self, session: SessionRecord, name: str, sent: Any) -> bool:
+        """Whether what a session has sent has to wait, because it inherits first."""
+        if session not in self._adopting:
+            return False
+        self._adopting[session].append((name, sent))
+        return True
 
     def _remember_early(self, number: int, child: SessionRecord | None) -> None:
         """A ticket was claimed, or adopted by a child, before its sender's socket was read. 0: it
@@ -303,7 +333,9 @@ class Holds:
         if number:
             self._early[number] = child
         while len(self._early) > _MAX_EARLY:
-            del self._early[next(iter(self._early))]
+            forgotten = self._early.pop(next(iter(self._early)))
+            if forgotten is not None:
+                self._adopting.pop(forgotten, None)
 
     def _end_ticket(self, number: int) -> None:
         """Nothing is in flight by that ticket any more."""

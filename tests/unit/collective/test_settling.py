@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from tests.unit.server.ranks import Rank, a_store, content, newest, obj, pending, tensor
+from tests.unit.collective.ranks import Rank, a_store, content, newest, obj, pending, tensor
 from tests.unit.server.test_lost_parts import controller_of
 
 from torchstore_core.errors import KeyNotFoundError

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.server.ranks import (
+from tests.unit.collective.ranks import (
     Rank,
     a_store,
     content,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from msgspec import structs
-from tests.unit.server.ranks import (
+from tests.unit.collective.ranks import (
     Rank,
     a_store,
     newest,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-from tests.unit.server.ranks import (
+from tests.unit.collective.ranks import (
     Rank,
     a_store,
     content,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from msgspec import structs
-from tests.unit.server.ranks import (
+from tests.unit.collective.ranks import (
     Rank,
     a_store,
     content,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.server.ranks import Rank, a_store, obj
+from tests.unit.collective.ranks import Rank, a_store, obj
 from tests.unit.server.test_controller import HERE, facts, inline
 
 from torchstore_core.server.controller import Controller

@@ -1,0 +1,231 @@
+"""A take while the writer process works on it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from functools import cached_property
+from typing import Protocol
+
+import msgspec
+import torch
+
+import torchstore_core.blocking as ts
+from torchstore_core.errors import TorchStoreError
+from torchstore_snapshot.background import messages as m
+from torchstore_snapshot.background.rendezvous import commit_together, report_failure
+from torchstore_snapshot.errors import SnapshotError, SnapshotNotFoundError
+from torchstore_snapshot.format.hashes import Digest, digest_of
+from torchstore_snapshot.format.manifest import Entry, ObjectEntry, Piece
+from torchstore_snapshot.format.paths import claim_file
+from torchstore_snapshot.format.safetensors_files import Layout
+from torchstore_snapshot.series.claims import Claim
+from torchstore_snapshot.storage.base import Storage
+from torchstore_snapshot.storage.opening import open_storage, read_manifest
+from torchstore_snapshot.storage.remote import set_environment
+from torchstore_snapshot.taking.merging import Part
+from torchstore_snapshot.taking.take import TakeOptions
+from torchstore_snapshot.taking.writing import OpenFiles, Source, bytes_of
+
+__all__ = ["STORE", "Owner", "WrittenTake"]
+
+#: The name that the writer has for stores in which takes are staged.
+STORE = "staged"
+# Seconds between two messages about progress.
+_NEWS_S = 0.1
+
+
+class Owner(Protocol):
+    """What a take needs to know of the program that takes it."""
+
+    committing: threading.Lock
+
+    def release(self, batch: m.Batch) -> None:
+        """Take a batch out of the store, if it is still there."""
+
+    def abandoned(self, job: int) -> str | None:
+        """Why the program gives the take up; None if it does not."""
+
+
+class WrittenTake:
+    """A take that is being written. To create one does nothing yet, and so cannot fail.
+
+    Args:
+        join: what the program has said about it.
+        connection: to the program.
+    """
+
+    def __init__(self, join: m.Join, connection: socket.socket, program: Owner) -> None:
+        self._join = join
+        self._program = program
+        self._connection = connection
+        self._begin: m.Begin | None = None
+        self._files: OpenFiles | None = None
+        self._claim: Claim | None = None
+        self._committing = False
+
+    @cached_property
+    def _storage(self) -> Storage:
+        if self._join.environment:
+            set_environment(self._join.environment)
+        return open_storage(self._join.url)
+
+    def handle(self, message: m.Begin | m.Batch | m.Finish) -> bool:
+        """Handle a message. Returns whether the take is committed."""
+        self._check()
+        match message:
+            case m.Begin():
+                self._open(message)
+            case m.Batch():
+                self._write(message)
+                m.send(self._connection, m.Wrote(message.job))
+            case m.Finish():
+                self._finish()
+                return True
+        return False
+
+    def _check(self) -> None:
+        reason = self._program.abandoned(self._join.job)
+        if reason is not None:
+            raise SnapshotError(reason, details={"path": self._join.url})
+
+    def _open(self, begin: m.Begin) -> None:
+        self._begin = begin
+        if begin.claimed:
+            self._claim = Claim.adopt(self._storage, self._join.take)
+        files = [(f.name, Layout(f.header, f.starts, f.nbytes)) for f in begin.files]
+        advance = _News(self._connection, begin.job).advance if begin.metered else None
+        self._files = OpenFiles(self._storage, files, begin.threads, advance)
+
+    def _opened(self) -> tuple[m.Begin, OpenFiles]:
+        if self._begin is None or self._files is None:
+            raise SnapshotError("the program has staged a take that it did not begin")
+        return self._begin, self._files
+
+    def _write(self, batch: m.Batch) -> None:
+        _, files = self._opened()
+        client = ts.connect(batch.address, store_name=STORE)
+        staged = client.get_state_dict(batch.key)
+        # The lease keeps the memory until the tensors are gone, and the store needs it soon.
+        self._program.release(batch)
+        files.write(_sources(batch, staged))
+
+    def _finish(self) -> None:
+        begin, files = self._opened()
+        join = self._join
+        digests = files.close(durable=begin.fsync)
+        options = TakeOptions(overwrite=begin.overwrite, fsync=begin.fsync)
+        part = _with_digests(begin.part, begin.files, digests)
+        self._committing = True
+        commit_together(
+            self._storage,
+            join.take,
+            part,
+            join.size,
+            options,
+            begin.timeout,
+            self._claim,
+            self._program.committing,
+            self._check,
+        )
+
+    def fail(self, error: str, *, undecided: bool = False) -> bool:
+        """Remove what was written, and tell the other ranks. Returns whether they could be told.
+
+        Args:
+            undecided: another rank may still commit the take, so what was written stays.
+        """
+        # Once rank 0 may know what this rank has written, only rank 0 decides.
+        reported = self._committing and (self._join.rank > 0 or self._visible())
+        if self._files is not None and not undecided and not reported:
+            self._files.abort()
+        try:
+            if self._claim is not None:
+                self._claim.release()
+            elif self._begin is not None and self._begin.claimed:  # nobody renews it any more
+                self._storage.delete(claim_file(self._join.take))
+            if self._join.size > 1:
+                report_failure(self._storage, self._join.take, self._join.rank, error)
+        except (TorchStoreError, OSError):
+            return False
+        return True
+
+    def _visible(self) -> bool:
+        """Whether the snapshot is there, or may be: something failed after it was committed. The
+        program may have been killed at that moment, so that it cannot be told.
+        """
+        try:
+            return read_manifest(self._storage).take == self._join.take
+        except SnapshotNotFoundError:
+            return False
+        except (TorchStoreError, OSError):
+            return True
+
+
+def _sources(batch: m.Batch, staged: dict[str, torch.Tensor]) -> list[Source]:
+    """What is in a batch. Ranges of a tensor that follow each other are one source: where one ends
+    and the next begins may be anywhere in a block.
+    """
+    sources: list[Source] = []
+    parts: list[memoryview] = []
+    at = (-1, -1, -1)
+    for number, chunk in enumerate(batch.chunks):
+        data = bytes_of(str(number), staged[str(number)])
+        if at != (chunk.file, chunk.unit, chunk.begin):
+            parts = []
+            sources.append(Source(chunk.file, chunk.unit, chunk.begin, parts, staged))
+        parts.append(data)
+        at = chunk.file, chunk.unit, chunk.begin + data.nbytes
+    return sources
+
+
+class _News:
+    """Tells the program how far writing is, not too often."""
+
+    def __init__(self, connection: socket.socket, job: int) -> None:
+        self._connection = connection
+        self._job = job
+        self._lock = threading.Lock()
+        self._nbytes = 0
+        self._last = 0.0
+
+    def advance(self, nbytes: int) -> None:
+        with self._lock:
+            self._nbytes += nbytes
+            now = time.monotonic()
+            if now - self._last < _NEWS_S:
+                return
+            self._last, nbytes, self._nbytes = now, self._nbytes, 0
+            with contextlib.suppress(OSError):  # the program has ended
+                m.send(self._connection, m.Advanced(self._job, nbytes))
+
+
+def _with_digests(part: Part, files: list[m.NewFile], digests: list[list[Digest]]) -> Part:
+    """Fill in the hashes of what was written."""
+    known = {
+        (index, start): digest
+        for index, (file, found) in enumerate(zip(files, digests, strict=True))
+        for start, digest in sorted(zip(file.starts, found, strict=True))
+    }
+    empty = Digest(digest_of(b""))
+
+    def filled(piece: Piece) -> Piece:
+        if piece.digest:
+            return piece  # in a file of an earlier snapshot
+        digest = known[piece.file, piece.start] if piece.nbytes else empty
+        return msgspec.structs.replace(piece, digest=digest.whole, blocks=digest.blocks)
+
+    def complete(entry: Entry) -> Entry:
+        if isinstance(entry, ObjectEntry):
+            if entry.piece is None:
+                return entry
+            return msgspec.structs.replace(entry, piece=filled(entry.piece))
+        return msgspec.structs.replace(entry, pieces=tuple(map(filled, entry.pieces)))
+
+    entries = {
+        key: {name: complete(entry) for name, entry in named.items()}
+        for key, named in part.entries.items()
+    }
+    return msgspec.structs.replace(part, entries=entries)

@@ -1,0 +1,166 @@
+"""After a take was interrupted or cancelled, nothing is read and nothing is committed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.processes import run_script
+from tests.support import SMALL, until
+
+import torchstore_core as ts
+from torchstore_snapshot import Snapshot, SnapshotNotFoundError, StateDict
+from torchstore_snapshot.aio import Snapshot as AsyncSnapshot
+from torchstore_snapshot.aio import gc
+from torchstore_snapshot.background import process
+from torchstore_snapshot.background.staging import PREFIX
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[ts.Client]:
+    client = await ts.initialize(**SMALL)
+    yield client
+    await ts.shutdown()
+
+
+_INTERRUPTED = """
+import ctypes, mmap, os, signal, threading, traceback
+from torchstore_snapshot import Snapshot, StateDict
+from torchstore_snapshot.background import process
+memory = mmap.mmap(-1, 64 << 20)
+state = {{"m": StateDict(w=torch.frombuffer(memory, dtype=torch.uint8))}}
+Snapshot.async_take({folder!r} + "/0", {{"m": StateDict(w=torch.ones(9))}}, fsync=False).wait(60)
+writer = process.the_writer().pid
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+def when_it_waits(thread=threading.main_thread()):
+    # Two batches are staged, and the third one has to wait for the writer, which stands still.
+    while True:
+        if process._current._jobs and sum("/" in key for key in staged()) == 2:
+            break
+    signal.pthread_kill(thread.ident, signal.SIGUSR1)
+
+def staged():
+    call = asyncio.run_coroutine_threadsafe(keys(), loop)
+    return call.result(60)
+
+async def keys():
+    return await (await ts.client(name)).keys(".torchstore-snapshot/")
+
+from torchstore_core.clients.calls import thread_loops
+loop, name = thread_loops.background(), f"snapshot-{{os.getpid()}}"
+signal.signal(signal.SIGUSR1, interrupt)
+os.kill(writer, signal.SIGSTOP)
+threading.Thread(target=when_it_waits, daemon=True).start()
+try:
+    Snapshot.async_take({folder!r} + "/1", state, fsync=False, memory_budget=16 << 20)
+except KeyboardInterrupt:
+    print("interrupted")
+libc = ctypes.CDLL(None)
+address = state["m"]["w"].data_ptr()
+assert libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(64 << 20), 0) == 0  # no access
+os.kill(writer, signal.SIGCONT)
+Snapshot.async_take({folder!r} + "/2", {{"m": StateDict(n=2)}}, fsync=False).wait(60)
+assert libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(64 << 20), 3) == 0
+assert not staged()
+"""
+
+
+async def test_an_interrupted_take_in_the_background(tmp_path: Path) -> None:
+    said = await run_script(_INTERRUPTED.format(folder=str(tmp_path)))
+    assert said == "interrupted\n"
+    assert not [*(tmp_path / "1").iterdir()]
+    assert Snapshot(tmp_path / "2").read_object("m/n") == 2
+
+
+async def test_a_cancelled_take_in_the_background(store: ts.Client, tmp_path: Path) -> None:
+    tensor = torch.ones(64 * MIB, dtype=torch.uint8)
+    writer = process.the_writer()
+    os.kill(writer.pid, signal.SIGSTOP)
+    try:
+        take = asyncio.ensure_future(
+            AsyncSnapshot.async_take(
+                tmp_path / "s", {"m": StateDict(w=tensor)}, memory_budget=16 * MIB
+            )
+        )
+
+        async def two_batches() -> bool:
+            return len(await ts.keys(PREFIX)) == 2
+
+        await until(two_batches, 30)
+        take.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await take
+    finally:
+        os.kill(writer.pid, signal.SIGCONT)
+    await (await AsyncSnapshot.async_take(tmp_path / "t", {"m": StateDict(w=tensor)}))
+    assert not await ts.keys(PREFIX)
+    assert not [*(tmp_path / "s").iterdir()]
+
+
+async def test_a_cancelled_take(tmp_path: Path) -> None:
+    before = StateDict(w=torch.zeros(9))
+    await AsyncSnapshot.take(tmp_path / "s", {"m": before}, fsync=False)
+    loop, written, go_on = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+    def advance(done: int, total: int) -> None:
+        loop.call_soon_threadsafe(written.set)
+        assert go_on.wait(60)
+
+    take = asyncio.ensure_future(
+        AsyncSnapshot.take(
+            tmp_path / "s",
+            {"m": StateDict(w=torch.ones(32 * MIB, dtype=torch.uint8), n=1)},
+            overwrite=True,
+            fsync=False,
+            progress=advance,
+        )
+    )
+    await written.wait()
+    take.cancel()
+    await asyncio.sleep(0)
+    assert not take.done()  # it is still reading
+    loop.call_later(0.01, go_on.set)
+    with pytest.raises(asyncio.CancelledError):
+        await take
+    snapshot = AsyncSnapshot(tmp_path / "s")
+    assert (await snapshot.read_object("m/w")).tolist() == [0.0] * 9
+    assert (await snapshot.verify()) == {}
+    assert (await gc(tmp_path / "s", grace=0)).files == ()
+    with pytest.raises(SnapshotNotFoundError):
+        await snapshot.read_object("m/n")
+
+
+async def test_a_cancelled_restore_writes_nothing_more(tmp_path: Path) -> None:
+    state = {"m": StateDict(w=torch.ones(64 * MIB, dtype=torch.uint8))}
+    snapshot = await AsyncSnapshot.take(tmp_path / "s", state, fsync=False)
+    loop, read, go_on = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+    def advance(done: int, total: int) -> None:
+        loop.call_soon_threadsafe(read.set)
+        assert go_on.wait(60)
+
+    target = torch.zeros(64 * MIB, dtype=torch.uint8)
+    restore = asyncio.ensure_future(
+        snapshot.restore({"m": StateDict(w=target)}, verify=False, progress=advance)
+    )
+    await read.wait()
+    restore.cancel()
+    loop.call_soon(go_on.set)
+    with pytest.raises(asyncio.CancelledError):
+        await restore
+    found = int(target.sum())
+    assert 0 < found < target.numel()
+    target.zero_()
+    await snapshot.restore({"m": StateDict(n=0)}, strict=False)
+    assert int(target.sum()) == 0

@@ -1,0 +1,112 @@
+"""How much memory a take in the background needs, of all processes that take part."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tests.processes import Script
+from tests.support import until
+
+from torchstore_snapshot import Snapshot
+from torchstore_snapshot.background.batches import ranges_of
+
+MIB = 1 << 20
+
+_TAKES = """
+import os
+from torchstore_snapshot import Snapshot, StateDict
+folder = {folder!r}
+kind = {kind!r}
+budget = {budget}
+if kind == "contiguous":
+    tensors = [torch.empty(24 << 20).fill_(i) for i in range(2)]
+elif kind == "transposed":
+    tensors = [torch.empty(6 << 10, 4 << 10).fill_(i).t() for i in range(2)]
+else:  # every second column, and a permutation of three dimensions
+    tensors = [torch.empty(6 << 10, 8 << 10).fill_(0)[:, ::2]]
+    tensors.append(torch.empty(256, 192, 512).fill_(1).permute(2, 0, 1))
+state = {{"m": StateDict(a=tensors[0], b=tensors[1])}}
+# The processes, and what they import, are there before.
+small = {{"m": StateDict(w=torch.ones(99).view(9, -1).t())}}
+Snapshot.async_take(folder + "/before", small, fsync=False, memory_budget=budget).wait(60)
+print("ready", flush=True)
+while not os.path.exists(folder + "/go"):
+    await asyncio.sleep(0.01)
+Snapshot.async_take(folder + "/s", state, fsync=False, memory_budget=budget).wait(100)
+"""
+
+
+def used(pid: int) -> int:
+    """Bytes of memory of a process and of its children: what is theirs alone, and segments, which
+    count once however many processes map them.
+    """
+    total = 0
+    segments: dict[int, int] = {}
+    for each in [pid, *children(pid)]:
+        try:
+            with open(f"/proc/{each}/status", encoding="ascii") as file:
+                total += sum(
+                    int(line.split()[1]) << 10 for line in file if line.startswith("RssAnon:")
+                )
+            for number in os.listdir(f"/proc/{each}/fd"):
+                path = f"/proc/{each}/fd/{number}"
+                if os.readlink(path).startswith("/memfd:"):
+                    found = os.stat(path)
+                    segments[found.st_ino] = found.st_blocks * 512
+        except OSError:
+            continue  # it, or its file, is gone
+    return total + sum(segments.values())
+
+
+def children(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in os.listdir(f"/proc/{pid}/task"):
+        with open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
+            for child in map(int, file.read().split()):
+                found += [child, *children(child)]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "transposed", "sliced"])
+async def test_a_take_keeps_to_its_memory_budget(tmp_path: Path, kind: str) -> None:
+    budget = 64 * MIB  # of 192 MiB
+    body = _TAKES.format(folder=str(tmp_path), kind=kind, budget=budget)
+    with Script(body) as script:
+        await until(lambda: script._out.seek(0) or "ready" in script._out.read(), 90)
+        before = used(script.pid)
+        (tmp_path / "go").touch()
+        peak, samples, end = 0, 0, time.monotonic() + 100
+        while script._process.wait(0.001) is None and time.monotonic() < end:
+            try:
+                peak = max(peak, used(script.pid))
+            except OSError:
+                continue  # it has just ended
+            samples += 1
+        await script.output(10)
+    assert samples > 20
+    grown = peak - before
+    print(f"{kind}: {grown / MIB:.1f} MiB more at the peak, with a budget of {budget / MIB:.0f}")
+    assert grown <= 1.1 * budget
+    snapshot = Snapshot(tmp_path / "s")
+    for number, name in enumerate("ab"):
+        assert bool((snapshot.read_object(f"m/{name}") == number).all())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ranges_of_any_tensor_are_its_bytes(seed: int) -> None:
+    torch.manual_seed(seed)
+    shape = torch.randint(1, 7, (seed % 4 + 1,)).tolist()
+    tensor = torch.arange(int(torch.Size(shape).numel()), dtype=torch.int16).view(shape)
+    tensor = tensor.permute(*torch.randperm(tensor.dim()).tolist())
+    if seed % 2 and tensor.shape[-1] > 1:
+        tensor = tensor[..., ::2]
+    flat = tensor.flatten()
+    for begin in range(flat.numel()):
+        for end in range(begin + 1, flat.numel() + 1):
+            views = ranges_of(tensor, begin * 2, end * 2)
+            assert torch.equal(torch.cat([v.flatten() for v in views]), flat[begin:end])
+            assert len(views) <= 2 * tensor.dim()

@@ -1,0 +1,98 @@
+"""How the writers of several ranks commit together, each at its own pace."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchstore_snapshot import RankFailedError, Snapshot, StateDict, TakeLostError
+from torchstore_snapshot.background.rendezvous import commit_together, report_failure
+from torchstore_snapshot.format.manifest import DataFile
+from torchstore_snapshot.format.paths import new_take_id
+from torchstore_snapshot.storage.opening import open_storage
+from torchstore_snapshot.taking.merging import Part
+from torchstore_snapshot.taking.take import TakeOptions
+
+OPTIONS = TakeOptions(overwrite=True, fsync=False)
+
+
+class Waits:
+    """A rank above 0 that has reported, and looks again when it is told to."""
+
+    def __init__(self, folder: Path, take: str) -> None:
+        self.waiting, self.go = threading.Event(), threading.Event()
+        self.result: Future[None] = Future()
+        storage = open_storage(folder)
+        args = (storage, take, part(1), 2, OPTIONS, 20.0, None, None, self._check)
+        self._thread = threading.Thread(target=self._run, args=args)
+        self._thread.start()
+        assert self.waiting.wait(30)
+
+    def _check(self) -> None:
+        self.waiting.set()
+        self.go.wait(30)
+
+    def _run(self, *args: Any) -> None:
+        try:
+            self.result.set_result(commit_together(*args))
+        except BaseException as error:
+            self.result.set_exception(error)
+
+    def end(self) -> None:
+        self.go.set()
+        self._thread.join()
+        self.result.result(0)
+
+
+def part(rank: int) -> Part:
+    return Part(rank, ["m"], [DataFile(f"file-{rank}", 0, rank)], {"m": {}}, [], [])
+
+
+def test_a_rank_hears_of_a_commit_that_was_replaced_since(tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    Snapshot.take(folder, {"m": StateDict(w=torch.ones(3))}, fsync=False)
+    take = new_take_id()
+    slow = Waits(folder, take)
+    commit_together(open_storage(folder), take, part(0), 2, OPTIONS, 20.0)
+    assert Snapshot(folder).manifest.take == take
+    Snapshot.take(folder, {"m": StateDict(w=torch.ones(3))}, overwrite=True, fsync=False)
+    slow.end()
+    assert not [path.name for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def test_a_rank_hears_that_rank_0_failed(tmp_path: Path) -> None:
+    take = new_take_id()
+    storage = open_storage(tmp_path / "s")
+    storage.prepare(durable=False)
+    slow = Waits(tmp_path / "s", take)
+    report_failure(storage, take, 0, "it did not want to")
+    with pytest.raises(RankFailedError, match="rank 0 failed: it did not want to"):
+        slow.end()
+
+
+def test_a_report_that_is_removed_is_a_lost_take(tmp_path: Path) -> None:
+    take = new_take_id()
+    storage = open_storage(tmp_path / "s")
+    storage.prepare(durable=False)
+    slow = Waits(tmp_path / "s", take)
+    for info in storage.list():
+        storage.delete(info.name)
+    with pytest.raises(TakeLostError):
+        slow.end()
+
+
+def test_a_rank_that_gives_up_late_keeps_the_take_from_being_committed(tmp_path: Path) -> None:
+    take = new_take_id()
+    storage = open_storage(tmp_path / "s")
+    storage.prepare(durable=False)
+    slow = Waits(tmp_path / "s", take)
+    report_failure(storage, take, 1, "its program has ended")
+    with pytest.raises(RankFailedError, match="rank 1 failed"):
+        commit_together(storage, take, part(0), 2, OPTIONS, 20.0)
+    with pytest.raises(RankFailedError):
+        slow.end()

@@ -1,0 +1,129 @@
+"""The plans of transfers in columns. A tensor is inspected again just before its bytes move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from operator import add
+
+import torch
+
+from torchstore_core.clients.transfer.columns.sources import TensorColumns
+from torchstore_core.clients.transfer.moves import Batch, Columns, Move, PutBatch
+from torchstore_core.clients.transfer.targets import new_tensor, out_of_memory
+from torchstore_core.clients.values.plain import look
+from torchstore_core.clients.values.tensors import dtype_of
+from torchstore_core.errors import TransportError
+from torchstore_core.values import TensorMeta
+
+__all__ = ["ColumnsGet", "ColumnsPut", "NotPlainError"]
+
+# So many tensors are inspected at a time: meanwhile, those before them are copied.
+_AT_ONCE = 2048
+
+
+class NotPlainError(Exception):
+    """Not all destinations are plain tensors of the right kind, each with memory of its own;
+    nothing was written. They must be checked one by one, which finds out what is wrong, if
+    anything is.
+    """
+
+
+class ColumnsPut(Batch):
+    """Tensors to be written to the places that were granted for them, in ascending order."""
+
+    into_segment = True
+    on_device = False
+
+    def __init__(
+        self, volume: int, segment: int, columns: TensorColumns, offsets: list[int]
+    ) -> None:
+        self.volume = volume
+        self.segment = segment
+        self.nbytes = columns.nbytes
+        self._columns = columns
+        self._offsets = offsets
+
+    def moves(self, room: int | None) -> Iterator[Move]:
+        columns, offsets = self._columns, self._offsets
+        _check_room(offsets, columns.sizes, room, self.segment)
+        memory: list[torch.UntypedStorage | None] = []
+        # If the ``.data`` of a tensor is replaced during the copy, its memory must stay alive.
+        self._memory = memory
+        for start in range(0, len(columns), _AT_ONCE):
+            part = slice(start, start + _AT_ONCE)
+            looked = look(columns.tensors[part])
+            if looked.metas == columns.metas[part]:
+                memory += looked.storages
+                yield Columns(looked.addresses, offsets[part], columns.sizes[part])
+                continue
+            sources = columns.sources(start, start + _AT_ONCE)
+            one_by_one = PutBatch(self.volume, self.segment, sources, offsets[part])
+            for move in one_by_one.moves(room):
+                memory += one_by_one.take_memory()
+                yield move
+
+
+class ColumnsGet(Batch):
+    """Tensors to be read from a segment.
+
+    Args:
+        metas, sizes, offsets: of the stored values.
+        tensors: the destinations; None: create them.
+    """
+
+    into_segment = False
+    on_device = False
+
+    def __init__(
+        self,
+        volume: int,
+        segment: int,
+        metas: list[TensorMeta],
+        sizes: list[int],
+        offsets: list[int],
+        tensors: list[torch.Tensor] | None,
+    ) -> None:
+        self.volume = volume
+        self.segment = segment
+        self.nbytes = sum(sizes)
+        self._metas = metas
+        self._sizes = sizes
+        self._offsets = offsets
+        self._own = tensors
+        self.tensors = tensors
+
+    def moves(self, room: int | None) -> Iterator[Move]:
+        _check_room(self._offsets, self._sizes, room, self.segment)
+        if self._own is None:
+            if self.tensors is None:  # otherwise this is a retry over another link
+                self.tensors = new_tensors(self._metas)
+            self._memory = list(map(torch.Tensor.untyped_storage, self.tensors))
+            addresses = list(map(torch.Tensor.data_ptr, self.tensors))
+        else:
+            looked = look(self._own)
+            addresses = looked.addresses
+            if looked.metas != self._metas or len(set(addresses)) < len(addresses):
+                raise NotPlainError
+            self._memory = looked.storages
+        yield Columns(addresses, self._offsets, self._sizes)
+
+
+def new_tensors(metas: Sequence[TensorMeta]) -> list[torch.Tensor]:
+    """A new tensor of each kind. All tensors of one kind are created like the first one, which
+    takes half the time.
+    """
+    empty_like = torch.empty_like
+    first: dict[int, torch.Tensor] = {}  # by the identity of their description
+    for meta in dict(zip(map(id, metas), metas, strict=True)).values():
+        first[id(meta)] = new_tensor(meta.shape, dtype_of(meta, ""))
+    try:
+        return [empty_like(first[id(meta)]) for meta in metas]
+    except RuntimeError as error:
+        raise out_of_memory(sum([first[id(meta)].nbytes for meta in metas]), error) from error
+
+
+def _check_room(offsets: Sequence[int], sizes: Sequence[int], room: int | None, of: int) -> None:
+    if room is None or not offsets:
+        return
+    if min(offsets) < 0 or max(map(add, offsets, sizes)) > room:
+        raise TransportError(f"values would lie outside segment {of}")
