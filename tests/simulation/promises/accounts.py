@@ -34,7 +34,7 @@ def check_accounts(controller: Controller) -> None:
                 values[id(value)] = value
         for generation in history.pending.values():
             for contribution in generation.contributions.values():
-                for _, value in contribution.items:
+                for value in contribution.values:
                     values[id(value)] = value
     for held in catalog.held.values():
         for value in all_values(held.stored):
