@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from tests.simulation.mutants import MUTANTS
+from tests.simulation.mutants import MUTANTS, RARE
 from tests.simulation.shrinking import Finding, find, told
 
 _MOST_SEEDS = 10_000
 _MOST_LEFT = 8
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize(
+    "mutant",
+    [pytest.param(one, marks=[pytest.mark.soak] if one in RARE else []) for one in MUTANTS],
+)
 def test_a_mutant_is_found_and_told_in_short(mutant: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         MUTANTS[mutant](patch)
