@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from tests.processes import run_program
 from tests.support import until
 
 from torchstore_cli.bench import workload
@@ -270,16 +271,20 @@ def _real_weights() -> list[tuple[int, ...]]:
         return [tuple(s.get_shape()) for s in slices.values() if s.get_dtype().startswith("F")]
 
 
-def test_a_model_that_nobody_knows_here_is_refused_with_those_that_are(tmp_path: Path) -> None:
-    done = _run(tmp_path, "--model", "nobody/nothing")
-    assert done.returncode == 2
-    assert "nobody/nothing" in done.stdout
-    assert MINILM in done.stdout.replace("\n", "")
+async def test_a_model_that_nobody_knows_here_is_refused_with_those_that_are(
+    tmp_path: Path,
+) -> None:
+    arguments = ["--model", "nobody/nothing", "--out", str(tmp_path)]
+    status, out, _ = await run_program(BENCHMARKS / "bench.py", *arguments)
+    assert status == 2
+    assert "nobody/nothing" in out
+    assert MINILM in out.replace("\n", "")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_set_that_does_not_fit_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    done = _run(tmp_path, "--gb", "1e6")
-    assert done.returncode == 2
-    assert "needs" in done.stdout
+async def test_a_set_that_does_not_fit_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    arguments = ["--gb", "1e6", "--out", str(tmp_path)]
+    status, out, _ = await run_program(BENCHMARKS / "bench.py", *arguments)
+    assert status == 2
+    assert "needs" in out
     assert list(tmp_path.iterdir()) == []

@@ -12,11 +12,12 @@ from torchstore_core.server.index.catalog import Catalog
 from torchstore_core.server.index.generations import Generation
 from torchstore_core.server.index.records import Manifest, SessionRecord, Txn
 from torchstore_core.server.index.references.holds import Holds
+from torchstore_core.server.index.timelines import Timelines
 from torchstore_core.server.memory.detached_sessions import DetachedSessions
 from torchstore_core.server.serving.conversation import Conversation
 from torchstore_core.wire import messages as m
 
-__all__ = ["MUTANTS"]
+__all__ = ["MUTANTS", "RARE"]
 
 
 def _drops_a_lease_early(patch: pytest.MonkeyPatch) -> None:
@@ -160,6 +161,21 @@ def _forgets_what_overtakes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Holds, "adopt", only_known)
 
 
+def _reads_numbers_used_again(patch: pytest.MonkeyPatch) -> None:
+    """A reference to a version that was rewound reads the one that has its number now."""
+    patch.setattr(Catalog, "check_timeline", lambda self, key, version, timeline: None)
+
+
+def _begins_no_timeline(patch: pytest.MonkeyPatch) -> None:
+    """All that was ever rewound is of one timeline."""
+
+    def begin(self: Timelines) -> int:
+        self.last = 1
+        return 1
+
+    patch.setattr(Timelines, "begin", begin)
+
+
 #: By what it does wrong.
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "drops a lease one message early": _drops_a_lease_early,
@@ -174,4 +190,11 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "keeps no reference in flight when its sender is gone": _has_no_grace,
     "ignores what a dead process has received": _ignores_what_the_dead_received,
     "forgets a fork whose child is read first": _forgets_what_overtakes,
+    "reads a version that has the number of one that is gone": _reads_numbers_used_again,
+    "does not tell one rewind from the next": _begins_no_timeline,
+}
+#: Those that it takes more than a thousand seeds to find.
+RARE = {
+    "keeps no reference in flight when its sender is gone",
+    "reads a version that has the number of one that is gone",
 }

@@ -22,7 +22,7 @@ class Operation:
         number: of the operation, in its plan. What it puts is marked with it.
         kind: put, get, delete, wait, versions, exists; of state dicts publish and fetch; shard
             puts one of the boxes of a tensor; of references object, hold, read, send, drop, fork
-            and free.
+            and free; rewind goes back to a version.
         keys: what it is about.
         lines: how many cache lines each value has; 0: it is small and travels inside messages.
         version: to get, to put, or to wait for; 0: the newest, or the next.
@@ -224,14 +224,20 @@ def _references(
     pick, chance = source.choice, source.random
     kinds = ["object"] * 4 + ["put"] * 3 + ["hold"] * 4 + ["read"] * 3 + ["send"] * 6
     kinds += ["drop"] * 4 + pick(([], ["fork"] * 3)) + pick(([], [], ["free"])) + ["delete"]
+    rewinds = pick(([], ["rewind"] * 3))
+    if rewinds:
+        keys = keys[:1]
+        kinds += rewinds + ["put"] * len(rewinds)
     for number in range(1, total + 1):
         kind = pick(kinds)
         operation = Operation(
             number,
             kind,
             () if kind in ("read", "send", "drop", "fork", "free") else (pick(keys),),
-            (0 if chance() < inline else pick((1, 1, 2)),) if kind in ("object", "put") else (),
-            0,
+            (0 if chance() < inline else pick((1, 1, 2)),)
+            if kind in ("object", "put", "rewind")
+            else (),
+            source.randint(1, 3) if kind == "rewind" else 0,
             chance() < inline,
             pick((0, 0, 1)),
             chance() < 0.3,

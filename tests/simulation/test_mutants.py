@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
-from tests.simulation.mutants import MUTANTS
+from tests.simulation.mutants import MUTANTS, RARE
 from tests.simulation.shrinking import Finding, find, told
 
 _MOST_SEEDS = 10_000
 _MOST_LEFT = 8
+# Seeds that find what thousands of others do not: tried first. They are only a short cut: where the
+# simulator has changed, they find nothing, and all seeds are tried.
+_RARE = {
+    "frees memory that may still be written": 1308,
+    "ignores what a dead process has received": 2688,
+    "keeps no reference in flight when its sender is gone": 2611,
+}
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize(
+    "mutant",
+    [pytest.param(one, marks=[pytest.mark.soak] if one in RARE else []) for one in MUTANTS],
+)
 def test_a_mutant_is_found_and_told_in_short(mutant: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         MUTANTS[mutant](patch)
-        found = first(_MOST_SEEDS)
+        found = first(mutant)
         assert found is not None, f"a store that {mutant} is not found out"
         assert found.plan.size <= _MOST_LEFT
         story = told(found)
@@ -22,6 +34,11 @@ def test_a_mutant_is_found_and_told_in_short(mutant: str) -> None:
     assert find(found.seed) is None  # it was the bug, and not the simulator
 
 
-def first(seeds: int) -> Finding | None:
+def first(mutant: str) -> Finding | None:
     """The first finding."""
-    return next((found for seed in range(seeds) if (found := find(seed)) is not None), None)
+    seeds = itertools.chain([_RARE.get(mutant, 0)], range(_MOST_SEEDS))
+    return next((found for seed in seeds if (found := find(seed)) is not None), None)
+
+
+def test_the_rare_ones_are_mutants() -> None:
+    assert MUTANTS.keys() >= _RARE.keys()

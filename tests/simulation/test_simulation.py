@@ -82,7 +82,7 @@ def test_what_seeds_reach() -> None:
         *("died", "restart", "handshake", "disconnect", "land", "uplink", "severed", "tick"),
         *("exit", "ended", "get: object-lost", "put: object-lost"),
         *("object: answered", "hold: answered", "read: answered", "read: version-gone"),
-        *("ref", "time", "child", "free: answered"),
+        *("ref", "time", "child", "free: answered", "rewind: answered"),
     ):
         assert seen[what], f"{what}: never seen, but {seen}"
 

@@ -141,6 +141,66 @@ def take_in_background_with_a_failing_rank(folder: str, how: str) -> tuple[str, 
     return "taken", 0.0
 
 
+def stage_state(values: bool, spec: str) -> tuple[int, StateDict]:
+    """Two stages of a pipeline with two ranks each; names count from 0 in both."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
+    stage = dist.get_rank() // 2
+    made = {
+        "w": full("even") + 100 * stage,
+        "size": torch.full((5 + stage, 3), float(stage)),
+        "same": full("uneven"),
+        "declared": full("cube"),
+    }
+    tensors = {
+        name: distribute_tensor(
+            t if values else torch.zeros_like(t), mesh["shard"], placements(spec)
+        )
+        for name, t in made.items()
+    }
+    if stage:
+        tensors["last"] = distribute_tensor(
+            full("wide") if values else torch.zeros(SHAPES["wide"]), mesh["shard"], placements(spec)
+        )
+    return stage, StateDict(**tensors)
+
+
+def take_stages(folder: str, background: bool) -> None:
+    state = {"m": stage_state(True, "0")[1]}
+    if background:
+        Snapshot.async_take(folder, state, replicated=["m/declared"], fsync=False).wait(60)
+    else:
+        Snapshot.take(folder, state, replicated=["m/declared"], fsync=False)
+
+
+def restore_stages(folder: str) -> None:
+    stage, state = stage_state(False, "1")
+    Snapshot(folder).restore({"m": state})
+    assert torch.equal(state["w"].full_tensor(), full("even") + 100 * stage)
+    assert torch.equal(state["size"].full_tensor(), torch.full((5 + stage, 3), float(stage)))
+    assert torch.equal(state["same"].full_tensor(), full("uneven"))
+    assert torch.equal(state["declared"].full_tensor(), full("cube"))
+    assert not stage or torch.equal(state["last"].full_tensor(), full("wide"))
+
+
+def take_contradictions(folder: str, how: str) -> str:
+    """On one mesh: ranks that disagree about a shape, or of which one has no part of a tensor."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,))
+    width = 3 + rank if how == "shape" else 3
+    shape, stride = torch.Size((4, width)), (width, 1)
+    local = torch.zeros(2, width)
+    made: Any = DTensor.from_local(
+        local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+    )
+    if how == "part" and rank:
+        made = local
+    try:
+        Snapshot.take(folder, {"m": StateDict(w=made)}, fsync=False)
+    except ts.LayoutMismatchError as error:
+        return str(error.key)
+    return "taken"
+
+
 def take_and_draw(folder: str) -> None:
     torch.manual_seed(dist.get_rank())
     state = StateDict(equal=1, mine=dist.get_rank())

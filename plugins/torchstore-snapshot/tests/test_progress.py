@@ -39,6 +39,22 @@ def test_a_function_hears_of_every_byte_once(tmp_path: Path) -> None:
     assert seen[-1] == (nbytes, nbytes)
 
 
+def test_a_function_hears_of_a_take_in_the_background(tmp_path: Path) -> None:
+    state = {"m": StateDict(large=torch.ones(5_000_000), rows=torch.ones(3000, 300).t(), n=1)}
+    nbytes = 20_000_000 + 3_600_000
+    seen: list[tuple[int, int]] = []
+    pending = Snapshot.async_take(
+        tmp_path / "s",
+        state,
+        fsync=False,
+        memory_budget=8 << 20,
+        progress=lambda *each: seen.append(each),
+    )
+    pending.wait(60)
+    assert seen[-1] == (nbytes, nbytes)
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+
+
 def _shows(terminal: int, title: str) -> bool:
     """Whether a title is written to a terminal; waits until it is."""
     text = ""
@@ -59,6 +75,8 @@ def test_bars_appear_on_terminals_only(
         with os.fdopen(its, "w") as terminal:
             monkeypatch.setattr(sys, "stderr", terminal)
             Snapshot.take(tmp_path / "u", state, fsync=False, progress=True)
+            assert _shows(ours, "taking")
+            Snapshot.async_take(tmp_path / "v", state, fsync=False, progress=True).wait(60)
             assert _shows(ours, "taking")
             Snapshot(tmp_path / "u").restore(state, progress=True)
             assert _shows(ours, "restoring")

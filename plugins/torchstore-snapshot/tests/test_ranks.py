@@ -150,3 +150,30 @@ async def test_new_ranks_get_what_is_common(jobs: Jobs, tmp_path: Path) -> None:
     expected = [torch.rand(1, generator=torch.Generator().manual_seed(s)) for s in (0, 1, 102, 103)]
     assert [drawn for drawn, _ in found] == [float(each) for each in expected]
     assert [missing for _, missing in found] == ["", "", "m/mine", "m/mine"]
+
+
+@pytest.mark.parametrize("background", [False, True])
+async def test_tensors_of_one_name_on_different_meshes(
+    jobs: Jobs, tmp_path: Path, background: bool
+) -> None:
+    folder = str(tmp_path / "s")
+    await jobs["four"].run(acts.take_stages, folder, background)
+    await jobs["four"].run(acts.restore_stages, folder)
+    snapshot = Snapshot(folder)
+    assert snapshot.verify() == {}
+    # What is equal, or was said to be, or is on one mesh alone, can be restored by any rank.
+    assert sorted(snapshot.manifest.shared["m"]) == ["declared", "last", "same"]
+    assert [sorted(own["m"]) for own in snapshot.manifest.own] == [["size", "w"]] * 4
+    stored = list(snapshot.manifest.shared["m"].values())
+    assert [t.nbytes for t in stored] == [acts.full(n).nbytes for n in ("uneven", "cube", "wide")]
+    for rank, first in enumerate([0.5, 0.5, 100.5, 100.5]):
+        assert float(snapshot.read_object(f"{rank}/m/w")[0, 0]) == first
+
+
+@pytest.mark.parametrize("how", ["shape", "part"])
+async def test_ranks_that_contradict_each_other_write_nothing(
+    jobs: Jobs, tmp_path: Path, how: str
+) -> None:
+    folder = tmp_path / "s"
+    assert await jobs["two"].run(acts.take_contradictions, str(folder), how) == ["m/w", "m/w"]
+    assert not [*folder.iterdir()]

@@ -359,7 +359,7 @@ LARGE = 48 * MB
 
 
 @pytest.mark.parametrize("new_loop", LOOPS)
-@pytest.mark.parametrize("seconds", [0.0, 0.002, 0.01])
+@pytest.mark.parametrize("seconds", [0.0, 0.002, pytest.param(0.01, marks=pytest.mark.soak)])
 def test_a_run_that_ends_in_the_middle_of_calls_leaves_nothing_behind(
     new_loop: NewLoop, seconds: float
 ):
@@ -388,7 +388,7 @@ def test_a_run_that_ends_in_the_middle_of_calls_leaves_nothing_behind(
 # What a loop strands in the middle of connecting, the collector closes, with a ResourceWarning.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("new_loop", LOOPS)
-@pytest.mark.parametrize("seconds", [0.0, 0.002, 0.01])
+@pytest.mark.parametrize("seconds", [0.0, 0.002, pytest.param(0.01, marks=pytest.mark.soak)])
 def test_a_loop_that_is_closed_in_the_middle_of_calls_leaves_nothing_behind(
     new_loop: NewLoop, seconds: float, caplog: pytest.LogCaptureFixture
 ):

@@ -119,7 +119,8 @@ def putting(
     unsettled: list[tuple[int, str]] = []
     try:
         task.call.sent = not values
-        request: m.Message = m.Put(client.number(), txn, items, version, group)
+        kind = m.Rewind if task.operation.kind == "rewind" else m.Put
+        request: m.Message = kind(client.number(), txn, items, version, group)
         if hold:
             request = m.PutObject(client.number(), txn, items[0], hold)
         reply = yield request
@@ -182,10 +183,17 @@ def _send(
     return True
 
 
-def chosen(task: Task) -> Local | None:
-    """The reference that an operation is about; None: its process has none."""
-    bearer = task.client.bearer
-    return None if bearer is None else bearer.choose(task.operation.which)
+def chosen(task: Task, *, dropped_too: bool = False) -> Local | None:
+    """The reference that an operation is about; None: its process has none.
+
+    ``dropped_too``: it may be about a version that the process does not hold any more.
+    """
+    bearer, which = task.client.bearer, task.operation.which
+    if bearer is None:
+        return None
+    if dropped_too and bearer.dropped:
+        return Local(bearer.dropped[which % len(bearer.dropped)], 0, sure=False)
+    return bearer.choose(which)
 
 
 # ---- getting ------------------------------------------------------------------------------
@@ -205,7 +213,7 @@ def get(task: Task) -> Steps:
         names = list(operation.keys)
         if operation.kind == "read":
             yield None
-            local = chosen(task)
+            local = chosen(task, dropped_too=operation.spare)
             if local is None:
                 return
             local.users += 1

@@ -53,12 +53,14 @@ class Bearer:
     """A process as the one that has references.
 
     Attributes:
+        dropped: what it referred to once.
         died: when it has; None: it lives.
     """
 
     def __init__(self, world: World, lane: Connection) -> None:
         self.lane = lane
         self.refs: dict[int, Local] = {}
+        self.dropped: list[Name] = []
         self.died: float | None = None
         self._world = world
         world.references.bearers.append(self)
@@ -79,6 +81,7 @@ class Bearer:
         local = self.choose(which)
         if local is not None and not local.users:
             del self.refs[local.ident]
+            self.dropped.append(local.name)
             self.lane.send(m.Unhold([local.ident]))
 
 

@@ -57,7 +57,9 @@ def _hold(task: Task) -> Steps:
     timeline = 0
     try:
         reply = yield m.Hold(task.client.number(), hold, key)
-        timeline = reply.timelines[0] if type(reply) is m.CommittedIn else 0
+        if type(reply) is m.CommittedIn:
+            timeline = reply.timelines[0]
+            task.call.about = (key, reply.versions[0], timeline), True
         task.conclude(reply)
     except (Cancelled, Closed) as error:
         task.give_up(error)
@@ -117,6 +119,7 @@ def _free(task: Task) -> Steps:
 
 _KINDS = {
     "put": put,
+    "rewind": put,
     "publish": publish,
     "shard": shard,
     "get": get,

@@ -32,9 +32,13 @@ def check_accounts(controller: Controller) -> None:
         for stored in history.kept.values():
             for value in all_values(stored):
                 values[id(value)] = value
-        for generation in history.pending.values():
+        for branch in history.branches.values():
+            if branch.base is not None:
+                for value in all_values(branch.base):
+                    values[id(value)] = value
+        for generation in history.generations():
             for contribution in generation.contributions.values():
-                for _, value in contribution.items:
+                for value in contribution.values:
                     values[id(value)] = value
     for held in catalog.held.values():
         for value in all_values(held.stored):

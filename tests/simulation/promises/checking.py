@@ -37,7 +37,8 @@ def check(
             if all(call.known and call.code not in _GIVEN_UP for call in contributions):
                 exact.add(key)
     lost = history.lost if plan.copies == 1 else 0
-    model = Model(puts, exact, lost, freed)
+    rewound = {call.operation.keys[0] for call in history.calls if call.operation.kind == "rewind"}
+    model = Model(puts, exact, lost, freed, rewound)
     waits = sorted((c for c in history.calls if c.unanswered and not c.known), key=_quiet)
     for call in history.in_order():
         while waits and waits[0].unanswered < call.at:

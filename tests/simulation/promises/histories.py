@@ -21,7 +21,7 @@ class Call:
             request came; 0: never. Of a wait ``at`` is the point at which it was answered.
         code: of the error that it ended with; empty if it was answered.
         result: the answer: versions, contents, or whatever the operation is for.
-        about: to read a reference: what it refers to, and whether that is there for sure.
+        about: of references: what it refers to, and whether that is there for sure.
         known: whether it is known what became of it: False if a request under way was lost, or if
             it was given up after it might have had an effect.
     """

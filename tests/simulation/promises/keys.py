@@ -38,7 +38,7 @@ class Key:
         newest: its newest version; 0: there is none.
         used: the highest version that it ever had.
         contents: what can be read, by version.
-        ever: what every version was that there has been.
+        rewound: the point at which it went back the last time.
         keep: how many versions can be read.
         joint: versions that are not whole.
         deleted: the point of the last delete.
@@ -46,13 +46,23 @@ class Key:
         puts: all calls that contribute to such versions.
     """
 
-    __slots__ = ("contents", "deleted", "ever", "exact", "joint", "keep", "newest", "puts", "used")
+    __slots__ = (
+        "contents",
+        "deleted",
+        "exact",
+        "joint",
+        "keep",
+        "newest",
+        "puts",
+        "rewound",
+        "used",
+    )
 
     def __init__(self, puts: Collection[Call], *, exact: bool) -> None:
         self.newest = 0
         self.used = 0
         self.contents: dict[int, Content] = {}
-        self.ever: dict[int, Content] = {}
+        self.rewound = 0.0
         self.keep = 1
         self.joint: dict[int, Joint] = {}
         self.deleted = 0.0
@@ -68,11 +78,17 @@ class Key:
         """A version is the newest one now."""
         self.newest = version
         self.used = max(self.used, version)
-        self.contents[version] = self.ever[version] = content
+        self.contents[version] = content
         while self.exact and len(self.contents) > self.keep:
             del self.contents[min(self.contents)]
         for older in [v for v in self.joint if v <= version]:
             del self.joint[older]
+
+    def go_back(self, version: int, content: Content, point: float) -> None:
+        """A version becomes the newest, and its number and those above it count no more."""
+        self.contents = {v: old for v, old in self.contents.items() if v < version}
+        self.used, self.rewound = version, point
+        self.becomes(version, content)
 
     def clear(self, point: float) -> None:
         """It is deleted."""

@@ -18,7 +18,7 @@ __all__ = ["Model"]
 
 _ERRORS = {"", "key-not-found", "partial-put", "version-gone", "layout-mismatch"}
 # Operations that are about bytes, which may be lost.
-_MOVE = {"put", "publish", "shard", "get", "fetch", "object", "read"}
+_MOVE = {"put", "publish", "shard", "get", "fetch", "object", "read", "rewind"}
 _REFUSED = {"store-full", "store-closed", "configuration", "Closed", "Cancelled"}
 
 
@@ -30,6 +30,7 @@ class Model:
         exact: the keys about which the store has no choice.
         lost: the point from which on values without a copy may be lost; 0: none is.
         freed: versions of which somebody may have ended all references.
+        rewound: the keys that somebody rewinds, of which there may be something on its way.
     """
 
     def __init__(
@@ -38,15 +39,18 @@ class Model:
         exact: Collection[str],
         lost: int = 0,
         freed: Collection[tuple[str, int, int]] = frozenset(),
+        rewound: Collection[str] = frozenset(),
     ) -> None:
+        self._rewound = frozenset(rewound)
         self._lost = lost
         self._freed = freed
-        self._objects: dict[int, bytes] = {}
+        self._named: dict[tuple[str, int, int], set[bytes]] = {}  # what references name
         self._keys: dict[str, Key] = {}
         self._puts = puts
         self._exact = exact
         self._apply: dict[str, Callable[[Call], str]] = {
             "put": self._put,
+            "rewind": self._rewind,
             "publish": self._publish,
             "shard": self._publish,
             "get": self._get,
@@ -90,6 +94,18 @@ class Model:
             if version <= key.used:
                 return f"version {version} of {name!r} comes again or late, after {key.used}"
             key.becomes(version, {"": {mark(call.operation.number, at)}})
+        return ""
+
+    def _rewind(self, call: Call) -> str:
+        if call.code:
+            return f"a put fails: {call.code}"
+        key = self.key(call.operation.keys[0])
+        if call.result[0] != call.operation.version:
+            return f"it became version {call.result[0]}"
+        # The first of several that were under way counts; a delete ends all of them.
+        if call.begun > max(key.rewound, key.deleted) or call.begun == call.at:
+            content = {"": {mark(call.operation.number)}}
+            key.go_back(call.operation.version, content, call.at)
         return ""
 
     def _publish(self, call: Call) -> str:
@@ -186,18 +202,23 @@ class Model:
     def _object(self, call: Call) -> str:
         if call.code:
             return f"a put fails: {call.code}"
-        (number,) = call.result
-        if number in self._objects:
-            return f"object {number} comes again"
-        self._objects[number] = mark(call.operation.number)
+        return self._names(("", call.result[0], 0), {mark(call.operation.number)})
+
+    def _names(self, name: tuple[str, int, int], marks: set[bytes]) -> str:
+        """A reference names this."""
+        if self._named.setdefault(name, marks) != marks:
+            return f"{name} names {plain(self._named[name])}, and now {plain(marks)}"
         return ""
 
     def _hold(self, call: Call) -> str:
         (name,) = call.operation.keys
         key = self.key(name)
         if call.code:
-            return "" if call.code == "key-not-found" and not key.newest else "the key is there"
-        return self._sees(name, key, call.result[0])
+            missing = call.code in ("key-not-found", "partial-put") and not key.newest
+            return "" if missing else "the key is there"
+        if wrong := self._sees(name, key, call.result[0]):
+            return wrong
+        return self._names(call.about[0], key.contents[key.newest][""]) if call.about else ""
 
     def _read_ref(self, call: Call) -> str:
         if call.about is None:
@@ -208,7 +229,7 @@ class Model:
             excused = not sure or (name, version, timeline) in self._freed
             return "" if gone and excused else f"what is referred to cannot be read: {call.code}"
         _, ((_, seen, got),) = call.result
-        put = {self._objects[version]} if not name else self.key(name).ever[version].get("", set())
+        put = self._named[name, version, timeline]
         if seen != version or got not in put:
             return f"it reads {plain(got)} as version {seen}, not {plain(put)} as {version}"
         return ""
@@ -221,6 +242,7 @@ class Model:
         if call.code == "key-not-found":
             return "" if len(there) < len(keys) else "all keys are there"
         plain = not any(key.puts for key in keys)
+        plain &= self._rewound.isdisjoint(call.operation.keys)
         if call.result < len(there) or (plain and call.result != len(there)):
             return f"{len(there)} of the keys are there"
         for key in keys:

@@ -203,6 +203,7 @@ def test_what_is_referred_to_stays_what_it_was(told: Told) -> None:
     made = told.call("object", ("a",), [7])
     first = told.put("a", versions=[1])
     told.call("hold", ("a",), [1])
+    told.history.calls[-1].about = ("a", 1, 0), True
     second = told.put("a", versions=[2])
     read(told, made, ("", 7, 0))
     read(told, first, ("a", 1, 0))

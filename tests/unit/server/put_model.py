@@ -204,7 +204,7 @@ def reachable(controller: Controller) -> Iterator[Value]:
                 yield from all_values(branch.base)
         for generation in group.generations():
             for contribution in generation.contributions.values():
-                yield from (value for _, value in contribution.items)
+                yield from contribution.values
     for session in controller.sessions.values():
         for txn in session.txns.values():
             yield from txn.values
@@ -343,8 +343,10 @@ class Model:
         alive = [o for o in others.values() if o.who != put.who and not self._session_of[o].dead]
         elsewhere = {stored for other in alive for stored in other.stored}
         if generation is not None:
-            items = generation.contributions[put.who].items
-            put.stored = [(name, value.box) for name, value in items]
+            one = generation.contributions[put.who]
+            put.stored = [
+                (name, value.box) for name, value in zip(one.names, one.values, strict=True)
+            ]
         else:  # it was inline, and what it belongs to became whole at once
             put.stored = [one for one in put.brought if not {one, (one[0], None)} & elsewhere]
         assert not elsewhere.intersection(put.stored), "stored twice"

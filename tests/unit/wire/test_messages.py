@@ -119,6 +119,7 @@ def test_a_wrong_type_in_a_field_is_refused(data: st.DataObject) -> None:
         mi.ListType: [None, 5, "ab", {"a": 1}, [[[None]]], [{}]],
         mi.DictType: [None, 5, "ab", [1], {1: 2}],
         mi.StructType: [None, 5, "ab", {}, []],
+        mi.LiteralType: [None, 5, "nothing of these", b"begin"],
         mi.UnionType: [5, "ab", {"a": 1}, True],  # of a list or a struct with nothing
     }
     plain[1 + at] = data.draw(st.sampled_from(wrong[type(fields[at].type)]))

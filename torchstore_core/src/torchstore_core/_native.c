@@ -317,6 +317,9 @@ typedef struct {
 } ExchangeAPI;
 
 #define DLPACK_CPU 1
+#define DLPACK_INT 0
+#define DLPACK_FLOAT 2
+#define DLPACK_BFLOAT 4
 #define DLPACK_COMPLEX 5
 #define MAX_DIMS 64
 /* No memory of a process lies below this: torch's zero tensors have no storage. */
@@ -355,12 +358,18 @@ static int64_t plain_bytes(const ExchangeAPI *api, const Methods *methods, PyObj
         offset = number_of(methods->storage_offset, tensor);
         if (offset < 0) return -1;
     }
-    /* The dtype must come from torch: in DLPack, int1 to int7 are int8, and others may be alike. */
-    PyObject *own = PyObject_GetAttrString(tensor, "dtype");
-    if (own == NULL) return -1;
-    *dtype = (int64_t)(intptr_t)own; /* there is one immortal object per dtype */
-    Py_DECREF(own);
     if (api->look(tensor, seen) != 0) return -1;
+    int code = seen->dtype.code;
+    if (seen->dtype.bits >= 16 &&
+        (code == DLPACK_INT || code == DLPACK_FLOAT || code == DLPACK_BFLOAT)) {
+        *dtype = code * 256 + seen->dtype.bits; /* less than any address */
+    } else {
+        /* It must come from torch: in DLPack, int1 to int7 are int8, and others may be alike. */
+        PyObject *own = PyObject_GetAttrString(tensor, "dtype");
+        if (own == NULL) return -1;
+        *dtype = (int64_t)(intptr_t)own; /* there is one immortal object per dtype */
+        Py_DECREF(own);
+    }
     if (seen->device_type != DLPACK_CPU || seen->dtype.code == DLPACK_COMPLEX ||
         seen->dtype.lanes != 1 || seen->dtype.bits % 8 != 0 || seen->ndim > MAX_DIMS)
         return 0;

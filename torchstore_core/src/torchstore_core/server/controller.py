@@ -737,22 +737,26 @@ class Controller:
                 self.spilling.retry_soon()
         if self.repairs.active:
             values = self.repairs.freed(values)
-        ranges: dict[int, list[tuple[int, int]]] = {}
+        ranges: dict[int, tuple[list[int], list[int]]] = {}  # offsets and sizes, by volume
         last = -1
-        there: list[tuple[int, int]] = []
+        offsets: list[int] = []
+        sizes: list[int] = []
         for value in values:
             if value.data is not None:
                 self.volumes[value.volume].inline -= value.nbytes
                 continue
             if value.volume != last:
                 last = value.volume
-                there = ranges.setdefault(last, [])
-            there.append((value.offset, value.nbytes))
+                offsets, sizes = ranges.setdefault(last, ([], []))
+            offsets.append(value.offset)
+            sizes.append(value.nbytes)
             for index, offset in value.more:
-                ranges.setdefault(index, []).append((offset, value.nbytes))
+                more = ranges.setdefault(index, ([], []))
+                more[0].append(offset)
+                more[1].append(value.nbytes)
         for index, freed in ranges.items():
             if not self.volumes[index].lost:
-                self.volumes[index].allocator.free(freed)
+                self.volumes[index].allocator.free_all(*freed)
 
     def lose_volume(self, index: int, why: str) -> None:
         """Handle the permanent loss of a volume's memory. Values without a copy on another volume

@@ -17,13 +17,25 @@ import msgspec
 from torchstore_core.errors import ProtocolError
 from torchstore_core.values import TensorMeta
 
-__all__ = ["ALIGNMENT", "FEWEST", "MOST", "EntryColumns", "ItemColumns", "Kind", "in_a_row"]
+__all__ = [
+    "ALIGNMENT",
+    "FEWEST",
+    "LARGE",
+    "MOST",
+    "EntryColumns",
+    "ItemColumns",
+    "Kind",
+    "in_a_row",
+]
 __all__ += ["kinds_of", "pack", "spread", "unpack"]
 
 #: Every value in a segment starts at a multiple of this: one cache line, enough for any dtype.
 ALIGNMENT = 64
 #: Fewer entries than this are sent one by one.
 FEWEST = 32
+#: Values of this many bytes on average, or more, are sent one by one: readers map them, and columns
+#: would save little beside the time that their bytes take.
+LARGE = 64 << 10
 #: A reply in columns is a single frame. One with more entries than this is sent one by one.
 MOST = 1 << 16
 # With this many kinds, or fewer, the kind of an entry is one byte.

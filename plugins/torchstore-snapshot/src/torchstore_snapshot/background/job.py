@@ -64,6 +64,7 @@ class WrittenTake:
         self._begin: m.Begin | None = None
         self._files: OpenFiles | None = None
         self._claim: Claim | None = None
+        self._news: _News | None = None
         self._committing = False
 
     @cached_property
@@ -96,7 +97,9 @@ class WrittenTake:
         if begin.claimed:
             self._claim = Claim.adopt(self._storage, self._join.take)
         files = [(f.name, Layout(f.header, f.starts, f.nbytes)) for f in begin.files]
-        advance = _News(self._connection, begin.job).advance if begin.metered else None
+        if begin.metered:
+            self._news = _News(self._connection, begin.job)
+        advance = None if self._news is None else self._news.advance
         self._files = OpenFiles(self._storage, files, begin.threads, advance)
 
     def _opened(self) -> tuple[m.Begin, OpenFiles]:
@@ -116,6 +119,8 @@ class WrittenTake:
         begin, files = self._opened()
         join = self._join
         digests = files.close(durable=begin.fsync)
+        if self._news is not None:
+            self._news.send()
         options = TakeOptions(overwrite=begin.overwrite, fsync=begin.fsync)
         part = _with_digests(begin.part, begin.files, digests)
         self._committing = True
@@ -194,12 +199,16 @@ class _News:
     def advance(self, nbytes: int) -> None:
         with self._lock:
             self._nbytes += nbytes
-            now = time.monotonic()
-            if now - self._last < _NEWS_S:
-                return
-            self._last, nbytes, self._nbytes = now, self._nbytes, 0
-            with contextlib.suppress(OSError):  # the program has ended
-                m.send(self._connection, m.Advanced(self._job, nbytes))
+            due = time.monotonic() - self._last >= _NEWS_S
+        if due:
+            self.send()
+
+    def send(self) -> None:
+        with self._lock:
+            self._last, nbytes, self._nbytes = time.monotonic(), self._nbytes, 0
+            if nbytes:
+                with contextlib.suppress(OSError):  # the program has ended
+                    m.send(self._connection, m.Advanced(self._job, nbytes))
 
 
 def _with_digests(part: Part, files: list[m.NewFile], digests: list[list[Digest]]) -> Part:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import xxhash
 
 from torchstore_core import boxes
 from torchstore_core.clients.state_dicts.ties import Ties
 from torchstore_core.clients.values import nesting
 from torchstore_core.clients.values.codec import encode_object
-from torchstore_core.clients.values.sharding import is_sharded, local_parts
+from torchstore_core.clients.values.sharding import is_dtensor, is_sharded, local_parts
 from torchstore_core.clients.values.tensors import describe, dtype_name, storable
 from torchstore_core.values import TensorSlice
 from torchstore_snapshot.api.stateful import AppState, RNGState, checked
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 __all__ = ["Item", "LocalPiece", "collect", "collect_values", "matches"]
 
@@ -49,6 +55,8 @@ class Item(NamedTuple):
         pieces: what this rank holds of the tensor.
         codec, data: of a value that is not a tensor.
         common: whether all ranks that have this box have the same values in it.
+        mesh: which ranks ``common`` is about, those of a DTensor's mesh: equal for equal ranks.
+            Empty if it is about all.
         tied: the index of the earlier item with the same memory; None if there is none.
     """
 
@@ -62,6 +70,7 @@ class Item(NamedTuple):
     data: bytes = b""
     common: bool = False
     tied: int | None = None
+    mesh: str = ""
 
     @property
     def is_tensor(self) -> bool:
@@ -152,9 +161,34 @@ def _tensor_item(key: str, leaf: nesting.Leaf, path: str, value: Any, shared: bo
         plain = TensorSlice(part.offsets, part.local_shape, part.global_shape)
         whole = tuple(part.local_shape) == tuple(shape)
         pieces.append(LocalPiece(storable(path, local), None if whole else plain))
+    # Tensors of one name on different meshes, as in the stages of a pipeline, are different ones;
+    # unless the user says that they are the same.
+    mesh = mesh_of(value) if is_dtensor(value) and not shared else ""
     return Item(
-        key, leaf.name, leaf.path, dtype_name(dtype), tuple(shape), tuple(pieces), common=True
+        key,
+        leaf.name,
+        leaf.path,
+        dtype_name(dtype),
+        tuple(shape),
+        tuple(pieces),
+        common=True,
+        mesh=mesh,
     )
+
+
+def mesh_of(value: DTensor) -> str:
+    """Return a text that is equal for DTensors whose meshes have the same ranks; empty if those are
+    all ranks of the job.
+    """
+    return _name_of(value.device_mesh)
+
+
+@lru_cache(maxsize=64)
+def _name_of(mesh: DeviceMesh) -> str:
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    if len(ranks) == torch.distributed.get_world_size():
+        return ""
+    return xxhash.xxh3_64_hexdigest(",".join(map(str, ranks)).encode())
 
 
 def matches(path: str, globs: Sequence[str]) -> bool:

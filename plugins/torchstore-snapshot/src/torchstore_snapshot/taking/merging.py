@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from torchstore_core import boxes
-from torchstore_core.errors import LayoutMismatchError
 from torchstore_snapshot.format.hashes import BLOCK, Digest
 from torchstore_snapshot.format.manifest import (
     DataFile,
@@ -19,7 +17,7 @@ from torchstore_snapshot.format.manifest import (
     TensorEntry,
 )
 from torchstore_snapshot.taking.collecting import Item
-from torchstore_snapshot.taking.planning import PlannedFile
+from torchstore_snapshot.taking.planning import PlannedFile, check_complete
 from torchstore_snapshot.taking.reusing import Reused
 
 __all__ = ["Part", "merge", "part_of"]
@@ -30,7 +28,8 @@ class Part(msgspec.Struct):
 
     Args:
         keys: of all its state dicts, also of empty ones.
-        common: the paths of entries that all ranks have in common, as ``[key, name]``.
+        common: the entries that ranks have in common, as ``[key, name, mesh]``: all ranks if
+            ``mesh`` is empty, otherwise those that name the same mesh.
         ties: entries with the same memory as others: ``[key, name, key of the other, its name]``.
     """
 
@@ -38,7 +37,7 @@ class Part(msgspec.Struct):
     keys: list[str]
     files: list[DataFile]
     entries: Entries
-    common: list[tuple[str, str]]
+    common: list[tuple[str, str, str]]
     ties: list[tuple[str, str, str, str]]
 
 
@@ -85,7 +84,7 @@ def part_of(
             entry = ObjectEntry(item.codec, item.data, steps=item.steps)
         part.entries[item.key][item.name] = entry
         if item.common:
-            part.common.append((item.key, item.name))
+            part.common.append((item.key, item.name, item.mesh))
         if item.tied is not None:
             first = items[item.tied]
             part.ties.append((item.key, item.name, first.key, first.name))
@@ -96,7 +95,8 @@ def merge(parts: Sequence[Part], take: str, created: float) -> Manifest:
     """Return the manifest of a snapshot whose ranks have written ``parts``, in the order of ranks.
 
     What all ranks have with equal values becomes one shared entry. (Values that nobody declared to
-    be replicated are found to be equal by their hashes.)
+    be replicated are found to be equal by their hashes.) DTensors of one name on several meshes are
+    as many tensors, unless their bytes are equal: each rank has that of its own mesh.
 
     Raises:
         LayoutMismatchError: no rank has some part of a sharded tensor.
@@ -108,7 +108,7 @@ def merge(parts: Sequence[Part], take: str, created: float) -> Manifest:
         files += part.files
     shared: Entries = {}
     own: list[Entries] = [{} for _ in parts]
-    common = {path for part in parts for path in map(tuple, part.common)}
+    common = [{(key, name): mesh for key, name, mesh in part.common} for part in parts]
     tied = [{(key, name) for key, name, *_ in part.ties} for part in parts]
     everything: dict[tuple[str, str], dict[int, Entry]] = {}
     for number, part in enumerate(parts):
@@ -120,8 +120,22 @@ def merge(parts: Sequence[Part], take: str, created: float) -> Manifest:
                     moved = _moved(entry, firsts[number])
                     everything.setdefault((key, name), {})[number] = moved
     for (key, name), entries in everything.items():
-        if (key, name) in common:
-            shared[key][name] = _joined(f"{key}/{name}", list(entries.values()))
+        groups: dict[str, list[int]] = {}
+        for number in entries:
+            if (key, name) in common[number]:
+                groups.setdefault(common[number][key, name], []).append(number)
+        if groups:
+            path = f"{key}/{name}"
+            joined = {m: _joined(path, [entries[n] for n in g]) for m, g in groups.items()}
+            if len({_content(entry) for entry in joined.values()}) == 1:
+                shared[key][name] = next(iter(joined.values()))
+                groups = {}
+            for mesh, numbers in groups.items():
+                for number in numbers:
+                    own[number].setdefault(key, {})[name] = joined[mesh]
+            for number, entry in entries.items():  # a rank that has something else of that name
+                if (key, name) not in common[number]:
+                    own[number].setdefault(key, {})[name] = entry
         elif len(entries) == len(parts) and len({_content(e) for e in entries.values()}) == 1:
             shared[key][name] = entries[0]
         else:
@@ -167,15 +181,7 @@ def _joined(path: str, entries: Sequence[Entry]) -> Entry:
             for piece in entry.pieces:
                 found.setdefault(piece.slice, piece)
     joined = msgspec.structs.replace(first, pieces=tuple(found.values()))
-    gaps = boxes.missing(boxes.whole(first.shape), joined.boxes())
-    if gaps:
-        listed = ", ".join(f"{list(box.shape)} at {list(box.offset)}" for box in gaps[:3])
-        raise LayoutMismatchError(
-            f"{path!r}: no rank has {listed} of {list(first.shape)}; all ranks of a sharded tensor "
-            "must take part in the snapshot",
-            key=path,
-            details={"missing": [[list(box.offset), list(box.shape)] for box in gaps]},
-        )
+    check_complete(path, first.shape, joined.boxes())
     return joined
 
 
@@ -184,5 +190,5 @@ def _content(entry: Entry) -> object:
     if isinstance(entry, ObjectEntry):
         digest = None if entry.piece is None else entry.piece.digest
         return entry.codec, entry.data, digest, entry.steps
-    pieces = tuple((p.digest, p.slice) for p in entry.pieces)
+    pieces = frozenset((p.digest, p.slice) for p in entry.pieces)
     return entry.dtype, entry.shape, pieces, entry.steps

@@ -5,17 +5,19 @@ Pure: every rank plans alone, from what all ranks have told each other, with the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import msgspec
 
+from torchstore_core import boxes
 from torchstore_core.errors import LayoutMismatchError
 from torchstore_snapshot.format.paths import data_file
 from torchstore_snapshot.format.safetensors_files import FILE_MAX, Layout, Stored, group, lay_out
 from torchstore_snapshot.taking.collecting import Item, LocalPiece
 
-__all__ = ["INLINE_MAX", "Holding", "PlannedFile", "Unit", "holdings", "plan_files", "split_work"]
+__all__ = ["INLINE_MAX", "Holding", "PlannedFile", "Unit", "check_complete", "holdings"]
+__all__ += ["plan_files", "split_work"]
 
 #: Values that are not tensors and take up to this many bytes are part of the manifest.
 INLINE_MAX = 64 << 10
@@ -32,6 +34,7 @@ class Holding(msgspec.Struct, array_like=True, frozen=True):
     offset: tuple[int, ...]
     extent: tuple[int, ...]
     nbytes: int
+    mesh: str = ""
 
 
 class Unit(NamedTuple):
@@ -73,8 +76,9 @@ def holdings(items: Sequence[Item]) -> tuple[list[Holding], int]:
                 alone += piece.tensor.nbytes
                 continue
             box = piece.box
+            nbytes = piece.tensor.nbytes
             found.append(
-                Holding(path, item.dtype, item.shape, box.offset, box.shape, piece.tensor.nbytes)
+                Holding(path, item.dtype, item.shape, box.offset, box.shape, nbytes, item.mesh)
             )
     return found, alone
 
@@ -89,29 +93,35 @@ def split_work(
         everyone: the :func:`holdings` of all ranks, by rank.
 
     Raises:
-        LayoutMismatchError: ranks have one tensor with different dtypes or global shapes.
+        LayoutMismatchError: ranks of one mesh have one tensor with different dtypes or global
+            shapes, or none of them has some part of it. All ranks raise this.
     """
     load = [alone for _, alone in everyone]
     holders: dict[Holding, list[int]] = {}
-    seen: dict[str, tuple[str, tuple[int, ...]]] = {}
+    seen: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {}
+    held: dict[tuple[str, str], set[boxes.Box]] = {}
     for other, (theirs, _) in enumerate(everyone):
         for holding in theirs:
-            is_a = (holding.dtype, holding.shape)
-            if seen.setdefault(holding.path, is_a) != is_a:
+            is_a, which = (holding.dtype, holding.shape), (holding.path, holding.mesh)
+            before = seen.setdefault(which, is_a)
+            if before != is_a:
                 raise LayoutMismatchError(
                     f"{holding.path!r} is {is_a[0]} {list(is_a[1])} on rank {other}, and "
-                    f"{seen[holding.path][0]} {list(seen[holding.path][1])} on a rank before it",
+                    f"{before[0]} {list(before[1])} on a rank before it",
                     key=holding.path,
                 )
+            held.setdefault(which, set()).add(boxes.Box(holding.offset, holding.extent))
             holders.setdefault(holding, []).append(other)
-    mine: set[tuple[str, tuple[int, ...], tuple[int, ...]]] = set()
+    for (path, mesh), found in held.items():
+        check_complete(path, seen[path, mesh][1], found)
+    mine: set[tuple[str, str, tuple[int, ...], tuple[int, ...]]] = set()
     for holding, ranks in sorted(
         holders.items(), key=lambda h: (-h[0].nbytes, h[0].path, h[0].offset)
     ):
         chosen = min(ranks, key=lambda r: (load[r], r))
         load[chosen] += holding.nbytes
         if chosen == rank:
-            mine.add((holding.path, holding.offset, holding.extent))
+            mine.add((holding.path, holding.mesh, holding.offset, holding.extent))
     units: list[Unit] = []
     for index, item in enumerate(items):
         if item.tied is not None:
@@ -123,10 +133,25 @@ def split_work(
         path = f"{item.key}/{item.name}"
         for number, piece in enumerate(item.pieces):
             box = piece.box
-            if not item.common or (path, box.offset, box.shape) in mine:
-                mine.discard((path, box.offset, box.shape))
+            key = path, item.mesh, box.offset, box.shape
+            if not item.common or key in mine:
+                mine.discard(key)
                 units.append(Unit(index, number))
     return units
+
+
+def check_complete(path: str, shape: tuple[int, ...], found: Collection[boxes.Box]) -> None:
+    """Raise LayoutMismatchError if boxes do not cover a tensor of this shape."""
+    whole = boxes.whole(shape)
+    gaps = [] if whole in found else boxes.missing(whole, list(found))
+    if gaps:
+        listed = ", ".join(f"{list(box.shape)} at {list(box.offset)}" for box in gaps[:3])
+        raise LayoutMismatchError(
+            f"{path!r}: no rank has {listed} of {list(shape)}; all ranks of a sharded tensor must "
+            "take part in the snapshot",
+            key=path,
+            details={"missing": [[list(box.offset), list(box.shape)] for box in gaps]},
+        )
 
 
 def plan_files(

@@ -243,8 +243,9 @@ class CollectivePut:
         if publication is not None and self._fresh is not None:
             target, contribution = contributions[publication.key]
             contribution.paths = {item.key: item.path for item in request.items if item.path}
-            contribution.items = list(zip(self._names(), values, strict=True))
-            self._fresh.entries.update(contribution.items)
+            contribution.names, contribution.values = list(self._names()), list(values)
+            contribution.whole = True
+            self._fresh.entries.update(zip(contribution.names, values, strict=True))
             return Txn(list(values), granted, [], [(target, contribution)], [target])
         by_item = dict(zip(self._stored, values, strict=True))
         plain: list[Value] = []

@@ -51,6 +51,7 @@ class Generation(msgspec.Struct, eq=False):
         relied: entries that are no longer stored because the put that stored them was removed,
             although other participants put them as well and relied on it.
         dropped: whether the generation was dropped and will never become a version.
+        passed_on: the finished version has taken over the values' hold.
         lost: why, if committed parts of it were lost with a volume; empty otherwise.
     """
 
@@ -62,6 +63,7 @@ class Generation(msgspec.Struct, eq=False):
     contributions: dict[str, Contribution] = {}
     relied: dict[str, ValueMeta] = {}
     dropped: bool = False
+    passed_on: bool = False
     lost: str = ""
 
     def holds(self, name: str, meta: ValueMeta, box: Box | None, nbytes: int) -> bool:
@@ -100,7 +102,8 @@ class Generation(msgspec.Struct, eq=False):
 
     def add(self, contribution: Contribution, name: str, key: str, value: Value) -> None:
         """Add a value to a contribution and to the entries; no other participant stores it."""
-        contribution.items.append((name, value))
+        contribution.names.append(name)
+        contribution.values.append(value)
         entry = self.entries.get(name)
         if value.box is None and entry is None:
             self.entries[name] = value
@@ -125,15 +128,16 @@ class Generation(msgspec.Struct, eq=False):
         """Remove a contribution. Returns those of its values that nothing holds any more."""
         if self.contributions.get(contribution.participant) is contribution:
             del self.contributions[contribution.participant]
-        names = dict.fromkeys([*contribution.others, *(name for name, _ in contribution.items)])
-        for name, value in contribution.items:
+        names = dict.fromkeys([*contribution.others, *contribution.names])
+        for name, value in zip(contribution.names, contribution.values, strict=True):
             entry = self.entries.get(name)
             if entry is value:
                 del self.entries[name]
             elif type(entry) is Shards and value.box is not None:
                 entry.parts.pop(value.box, None)
         freed = release(contribution.values)
-        contribution.items.clear()
+        contribution.names.clear()
+        contribution.values.clear()
         self._forget(names)
         return freed
 
@@ -157,13 +161,15 @@ class Generation(msgspec.Struct, eq=False):
         are still being written release theirs when they end.
         """
         self.dropped = True
-        return release(self.stored_values())
+        return [] if self.passed_on else release(self.stored_values())
 
     @property
     def is_complete(self) -> bool:
         """Whether all participants have committed and the committed boxes cover every tensor. (A
         partial generation also has to wait for the version that it builds on.)
         """
+        if self._only() is not None:
+            return True
         done = sum(c.committed for c in self.contributions.values())
         if done < self.participants:
             return False
@@ -181,8 +187,17 @@ class Generation(msgspec.Struct, eq=False):
 
     def stored_values(self) -> list[Value]:
         """Return its committed values."""
-        done = [c.items for c in self.contributions.values() if c.committed]
-        return [value for items in done for _, value in items]
+        done = [c.values for c in self.contributions.values() if c.committed]
+        return [value for values in done for value in values]
+
+    def _only(self) -> Contribution | None:
+        """The contribution that is all of the generation, if there is such a one, committed, and of
+        whole values only: the usual case, often with many entries.
+        """
+        if self.participants != 1 or len(self.contributions) != 1 or self.relied:
+            return None
+        (only,) = self.contributions.values()
+        return only if only.whole and only.committed else None
 
     @property
     def is_alive(self) -> bool:
@@ -267,7 +282,8 @@ class Generation(msgspec.Struct, eq=False):
         return list(itertools.islice(missing, min(self.participants - len(here), _MAX_SHOWN)))
 
     def seal(self, key: str, base: Stored | None, *, inherit: bool = False) -> Stored:
-        """Return the finished version, which holds its values in addition to the contributions.
+        """Return the finished version, which holds its values in addition to the contributions. If
+        all of it is one contribution, though, this one's hold is passed on to it.
 
         Args:
             base: the previous version, from which a partial one takes the entries it lacks.
@@ -275,8 +291,15 @@ class Generation(msgspec.Struct, eq=False):
                 shared entries from it, so that a small put is cheap however many entries there are.
         """
         now = moments.wall()
-        tied = self._tied_and_empty()
         version = self.version
+        only = self._only()
+        if only is not None and not only.partial and self.publication is not None:
+            for value in only.values:
+                value.version = version
+            self.passed_on = True
+            facts, packed = only.session.facts, self.publication.packed
+            return Manifest(key, self.entries, only.paths, facts, version, now, packed)
+        tied = self._tied_and_empty()
         entries: dict[str, Value | Shards] = {}
         for name, entry in self.entries.items():
             if type(entry) is Value:

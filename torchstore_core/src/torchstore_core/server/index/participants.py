@@ -24,7 +24,9 @@ class Contribution(msgspec.Struct, eq=False):
 
     Attributes:
         before: the last version that the participant had put to before; 0 if there is none.
-        items: the values that it stores, with the names of their entries.
+        names, values: the names of the entries of which it stores something, and what it stores. An
+            entry of which it stores several shards comes as often.
+        whole: the values are whole, and nothing else was in the generation when it began.
         others: entries that it puts but does not store: replicas of values that other participants
             store, and empty shards.
         paths, aliases: see ``messages.PutItem``; by the name of the entry.
@@ -35,18 +37,15 @@ class Contribution(msgspec.Struct, eq=False):
     participant: str
     session: SessionRecord
     before: int
-    items: list[tuple[str, Value]] = []
+    names: list[str] = []
+    values: list[Value] = []
     others: dict[str, ValueMeta] = {}
     paths: dict[str, bytes] = {}
     aliases: dict[str, str] = {}
     order: dict[str, None] = {}
     partial: bool = False
     committed: bool = False
-
-    @property
-    def values(self) -> list[Value]:
-        """The values that the contribution stores."""
-        return [value for _, value in self.items]
+    whole: bool = False
 
 
 class Participant(msgspec.Struct, eq=False):

@@ -14,7 +14,7 @@ from torchstore_core.server.memory.allocator import ALIGNMENT, rounded
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
-from torchstore_core.wire.columns import FEWEST, MOST, kinds_of, pack
+from torchstore_core.wire.columns import FEWEST, LARGE, MOST, kinds_of, pack
 
 __all__ = ["Leases"]
 
@@ -128,7 +128,12 @@ class Leases:
             return None
         values = cast("list[Value]", found)
         sizes = [value.nbytes for value in values]
-        if sum(sizes) <= inline_max or lease in session.leases or lease in session.given_back:
+        nbytes = sum(sizes)
+        if (
+            not inline_max < nbytes < LARGE * len(sizes)
+            or lease in session.leases
+            or lease in session.given_back
+        ):
             return None
         index = values[0].volume
         if len(self.volumes) > 1:

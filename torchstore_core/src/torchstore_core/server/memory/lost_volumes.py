@@ -130,7 +130,7 @@ def _every_value(catalog: Catalog, sessions: Iterable[SessionRecord]) -> Iterato
                 yield from all_values(branch.base)
         for generation in history.generations():
             for contribution in generation.contributions.values():
-                yield from (value for _, value in contribution.items)
+                yield from contribution.values
     for version in catalog.held.values():
         yield from all_values(version.stored)
     for session in sessions:

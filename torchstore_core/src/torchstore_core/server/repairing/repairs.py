@@ -202,7 +202,7 @@ class Repairs:
         """Note a value that lacks copies, or has some that are not needed any more."""
         if self.targets.lacks(value):
             self.backlog.add(self.targets.entry(key, value))
-        elif value.data is None:
+        elif value.data is None and (value.uses or value.pins):
             for at in self.targets.leaves(value):
                 leaving.setdefault(at, []).append(value)
 
@@ -424,14 +424,13 @@ class Repairs:
         self._later(seconds, over)
 
     def written(self, txn: Txn) -> None:
-        """A copier has written copies: they become visible, if their values are still there."""
+        """A copier has written copies: they become visible, where they are still lacking."""
         batch, self._batch = self._batch, None
         entries = [] if batch is None or batch.txn is not txn else batch.entries
         unused: list[Value] = []
         values, nbytes = self.copied
         for value, copy in zip(txn.copy_of, txn.values, strict=True):
-            source_lost = self._volumes[value.volume].lost
-            if not value.uses or source_lost or self._volumes[copy.volume].closed:
+            if not self.targets.lacks(value) or self._volumes[copy.volume].closed:
                 copy.uses = 0
                 unused.append(copy)
                 continue

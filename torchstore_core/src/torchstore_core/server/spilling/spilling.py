@@ -107,7 +107,7 @@ class Spilling:
         for value in txn.plain:
             self._track(value, value.key, txn.when_full)
         for target, contribution in txn.contributions:
-            for _, value in contribution.items:
+            for value in contribution.values:
                 self._track(value, target.key, txn.when_full)
         self._write_ahead()
 

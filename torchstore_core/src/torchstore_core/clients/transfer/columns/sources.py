@@ -12,7 +12,7 @@ from torchstore_core.clients.transfer.sources import Source, plain_source
 from torchstore_core.clients.values.plain import look
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
-from torchstore_core.wire.columns import FEWEST, kinds_of
+from torchstore_core.wire.columns import FEWEST, LARGE, kinds_of
 
 __all__ = ["TensorColumns", "are_names", "keys_of", "tensor_columns", "total"]
 
@@ -51,8 +51,8 @@ class TensorColumns(msgspec.Struct, frozen=True, gc=False):
 
 
 def tensor_columns(keys: Collection[Any], values: Collection[Any]) -> TensorColumns | None:
-    """Inspect values once. None if they must be inspected one by one, because they are few, not all
-    of them are plain tensors, or a key is not valid.
+    """Inspect values once. None if they must be inspected one by one, because they are few or
+    large, not all of them are plain tensors, or a key is not valid.
     """
     if len(values) < FEWEST or not are_names(keys):
         return None
@@ -62,7 +62,10 @@ def tensor_columns(keys: Collection[Any], values: Collection[Any]) -> TensorColu
         return None
     metas: list[Any] = looked.metas
     sizes = looked.sizes
-    return TensorColumns(list(keys), tensors, metas, sizes, looked.addresses, sum(sizes))
+    nbytes = sum(sizes)
+    if nbytes >= LARGE * len(sizes):
+        return None
+    return TensorColumns(list(keys), tensors, metas, sizes, looked.addresses, nbytes)
 
 
 def are_names(keys: Collection[Any], longest: int = m.MAX_KEY) -> bool:
