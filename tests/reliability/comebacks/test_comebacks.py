@@ -287,8 +287,8 @@ async def test_a_server_that_dies_at_once_again_and_again_is_given_up(store: ts.
 
     async def kill_again() -> None:
         while is_running(keeper):
-            for pid in children_of(keeper):
-                with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError):  # it ends while this looks
+                for pid in children_of(keeper):
                     kill(pid)
             await asyncio.sleep(0.005)
 
