@@ -83,6 +83,7 @@ def test_what_seeds_reach() -> None:
         *("exit", "ended", "get: object-lost", "put: object-lost"),
         *("object: answered", "hold: answered", "read: answered", "read: version-gone"),
         *("ref", "time", "child", "free: answered", "rewind: answered"),
+        *("get: evicted"),
     ):
         assert seen[what], f"{what}: never seen, but {seen}"
 
