@@ -10,11 +10,13 @@ import pytest
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.catalog import Catalog
 from torchstore_core.server.index.generations import Generation
-from torchstore_core.server.index.records import Manifest, SessionRecord, Txn
+from torchstore_core.server.index.gone.evictions import Evictions
+from torchstore_core.server.index.records import Manifest, SessionRecord, Txn, Value
 from torchstore_core.server.index.references.holds import Holds
 from torchstore_core.server.index.timelines import Timelines
 from torchstore_core.server.memory.detached_sessions import DetachedSessions
 from torchstore_core.server.serving.conversation import Conversation
+from torchstore_core.server.spilling.policy import Tracked
 from torchstore_core.wire import messages as m
 
 __all__ = ["MUTANTS", "RARE"]
@@ -166,6 +168,28 @@ def _reads_numbers_used_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Catalog, "check_timeline", lambda self, key, version, timeline: None)
 
 
+def _forgets_what_was_evicted(patch: pytest.MonkeyPatch) -> None:
+    """A key that was evicted begins at version 1 again."""
+
+    def hide(self: Catalog, key: str) -> None:
+        del self.newest[key]
+        self.names.remove(key)
+
+    patch.setattr(Catalog, "hide", hide)
+
+
+def _evicts_what_is_read(patch: pytest.MonkeyPatch) -> None:
+    """What readers have leased has to make room, too."""
+    evict = Evictions.evict
+
+    def at_once(self: Evictions, key: str, value: Value) -> list[Value]:
+        freed = evict(self, key, value)
+        return freed if value in freed or value.uses else [*freed, value]
+
+    patch.setattr(Tracked, "is_free_to_go", True)
+    patch.setattr(Evictions, "evict", at_once)
+
+
 def _begins_no_timeline(patch: pytest.MonkeyPatch) -> None:
     """All that was ever rewound is of one timeline."""
 
@@ -192,6 +216,8 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "forgets a fork whose child is read first": _forgets_what_overtakes,
     "reads a version that has the number of one that is gone": _reads_numbers_used_again,
     "does not tell one rewind from the next": _begins_no_timeline,
+    "forgets the versions of a key that is evicted": _forgets_what_was_evicted,
+    "evicts what is being read": _evicts_what_is_read,
 }
 #: Those that it takes more than a thousand seeds to find.
 RARE = {

@@ -31,6 +31,7 @@ class Operation:
             ``KEPT``, if it never does while its process lives.
         spare: gives back over the liveness connection.
         strict: of a delete.
+        fades: what it puts may be evicted.
         kills: who receives the reference that is sent is killed at that moment.
         names: the entries that a participant puts of a state dict; "all" is one that all put.
         participants: how many of them make a version together.
@@ -55,11 +56,13 @@ class Operation:
     which: int = 0
     to: int = 0
     kills: bool = False
+    fades: bool = False
 
     def __str__(self) -> str:
         more = f" version {self.version}" if self.version else ""
         more += " partial" if self.partial else ""
         more += f" names={','.join(self.names)} of {self.participants}" if self.names else ""
+        more += " evictable" if self.fades else ""
         more += f" to client {self.to}" if self.kind == "send" else ""
         sizes = f" lines={list(self.lines)}" if self.lines else ""
         return f"#{self.number} {self.kind} {','.join(self.keys)}{more}{sizes}"
@@ -182,6 +185,7 @@ def _keys(
     pick, chance = source.choice, source.random
     kinds = ["put"] * 5 + ["get"] * 6 + pick(([], ["delete"], ["delete"] * 3))
     kinds += pick(([], ["wait", "versions", "exists"]))
+    fades = pick((0.0, 0.0, 0.0, 0.5, 0.9))
     for number in range(1, total + 1):
         kind = pick(kinds)
         count = 1 if len(keys) == 1 or chance() < 0.4 else source.randint(2, len(keys))
@@ -208,6 +212,7 @@ def _keys(
             hold,
             chance() < 0.3,
             chance() < 0.2,
+            fades=kind == "put" and chance() < fades,
         )
         scripts[int(chance() * len(scripts))].append(operation)
 
@@ -225,6 +230,7 @@ def _references(
     kinds = ["object"] * 4 + ["put"] * 3 + ["hold"] * 4 + ["read"] * 3 + ["send"] * 6
     kinds += ["drop"] * 4 + pick(([], ["fork"] * 3)) + pick(([], [], ["free"])) + ["delete"]
     rewinds = pick(([], ["rewind"] * 3))
+    fades = 0.0 if rewinds else pick((0.0, 0.5, 0.9))
     if rewinds:
         keys = keys[:1]
         kinds += rewinds + ["put"] * len(rewinds)
@@ -244,6 +250,7 @@ def _references(
             which=int(chance() * 8),
             to=int(chance() * len(scripts)),
             kills=chance() < 0.05,
+            fades=kind == "put" and chance() < fades,
         )
         scripts[int(chance() * len(scripts))].append(operation)
 

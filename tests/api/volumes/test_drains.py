@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -186,3 +187,11 @@ async def test_a_loss_while_another_volume_is_drained() -> None:
             for key, tensor in tensors.items():
                 assert torch.equal(await client.get(key), tensor)
                 assert (await client.stat(key)).copies == 2
+
+
+async def test_a_store_that_spills_says_that_it_cannot(tmp_path: Path) -> None:
+    async with running_store(num_storage_volumes=2, capacity=64 * MB, spill=tmp_path) as client:
+        with pytest.raises(ts.ConfigurationError, match=r"spills values to disk.*without spill="):
+            await client.drain(0)
+        await client.put("k", data(1))
+        assert (await volume_of(client, "k")).endswith("-0"), "it is in service"

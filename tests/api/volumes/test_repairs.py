@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
+import tempfile
 import time
 
+import pytest
 import torch
-from tests.api.volumes.killable import LARGE, MB, connected, data, lost, repaired, store_of
+from tests.api.volumes.killable import LARGE, MB, Store, connected, data, lost, repaired, store_of
 from tests.support import until
 
 import torchstore_core as ts
+from torchstore_core.plugins.registry import Registry
+from torchstore_core.server.memory.volume import Volume
+from torchstore_core.server.remote.attached import VolumeConnection
 from torchstore_strategies import HashStrategy, ReplicatedStrategy
 
 COPIES = ReplicatedStrategy(HashStrategy(), copies=2)
@@ -40,6 +46,7 @@ async def test_copies_come_back_on_what_is_left() -> None:
                 tensors["k0"] = data(100 + victim)
                 for key in (*tensors, "sd", "t"):
                     assert (await client.stat(key)).copies == 2
+            await comes_back(store, 0)
             store.kill(2)  # all is on the last one, too
             await lost(client, 3)
             got = await client.get_batch(list(tensors))
@@ -55,6 +62,18 @@ async def test_copies_come_back_on_what_is_left() -> None:
             assert torch.equal(await client.get("half"), torch.cat([data(62), data(63)]))
             assert await client.get("small") == 5
             del got, state, older, held
+
+
+async def comes_back(store: Store, index: int) -> None:
+    """A new volume in the place of one that was lost is refused: clients know the other one."""
+    with tempfile.TemporaryDirectory() as directory:
+        volume = Volume("lossy", index, MB, Registry(), directory)
+        try:
+            info, path = await volume.start(), store.address.partition(":")[2]
+            with pytest.raises(ts.ConfigurationError, match=f"does not wait for a volume {index}"):
+                await VolumeConnection.open(path, volume, info, lambda: None, 30)
+        finally:
+            await volume.close()
 
 
 async def test_what_is_deleted_or_replaced_meanwhile_is_not_repaired() -> None:
@@ -184,3 +203,64 @@ async def test_no_more_than_the_bandwidth_is_used() -> None:
                 for _, later, end in samples:
                     assert later - there <= rate * max(0.0, end - start) + step
             assert (await client.status()).repair.bandwidth == rate
+
+
+@pytest.mark.soak
+async def test_one_volume_after_the_other_under_load() -> None:
+    """Each is killed when what the one before had is repaired; everything that was acknowledged is
+    there, and every read is of a version that was put, none older than the reader saw before.
+    """
+    volumes = 7
+    with store_of(COPIES, (96 * MB,) * volumes, repair_bandwidth=64 * MB) as store:
+        async with connected(store) as client:
+            keys = [f"k{i}" for i in range(24)]
+            acknowledged = dict.fromkeys(keys, 0)
+
+            def content(key: str, version: int) -> torch.Tensor:
+                return data(1000 * int(key[1:]) + version, LARGE)
+
+            async def write(mine: list[str]) -> None:
+                while True:
+                    for key in mine:
+                        version = acknowledged[key] + 1
+                        try:
+                            ref = await client.put(key, content(key, version))
+                        except ts.ObjectLostError:  # of a put, while its volumes die: put it again
+                            continue
+                        assert ref.version >= version
+                        acknowledged[key] = ref.version
+
+            async def read() -> None:
+                seen = dict.fromkeys(keys, 0)
+                while True:
+                    await asyncio.sleep(0)
+                    for key in keys:
+                        least = max(seen[key], acknowledged[key])
+                        if not least:
+                            continue
+                        found = await client.stat(key)
+                        assert found.version >= least
+                        ref = ts.ObjectRef(key, found.version)
+                        with contextlib.suppress(ts.VersionGoneError):
+                            assert (await client.get(ref)).nbytes == LARGE
+                        seen[key] = found.version
+
+            tasks = [asyncio.create_task(write(keys[at::3])) for at in range(3)]
+            tasks += [asyncio.create_task(read()) for _ in range(2)]
+            for victim in range(volumes - 2):
+                store.kill(victim)
+                await lost(client, victim + 1)
+                await repaired(client)
+                assert not any(task.done() for task in tasks)
+            for task in tasks:
+                task.cancel()
+            for task in tasks:
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            for key in keys:
+                found = await client.stat(key)
+                assert found.version >= acknowledged[key] > 3
+                assert found.copies == 2
+                got = await client.get(key)
+                assert torch.equal(got, content(key, found.version))
+            assert not any(v.unfinished_bytes for v in (await client.status()).volumes)

@@ -120,7 +120,8 @@ def putting(
     try:
         task.call.sent = not values
         kind = m.Rewind if task.operation.kind == "rewind" else m.Put
-        request: m.Message = kind(client.number(), txn, items, version, group)
+        fades = m.EVICTABLE if task.operation.fades else 0
+        request: m.Message = kind(client.number(), txn, items, version, group, fades)
         if hold:
             request = m.PutObject(client.number(), txn, items[0], hold)
         reply = yield request

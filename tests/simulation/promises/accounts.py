@@ -57,6 +57,8 @@ def check_accounts(controller: Controller) -> None:
                 if leased is not None:
                     values[id(leased)] = leased
                     pins[id(leased)] = pins.get(id(leased), 0) + 1
+    if controller.spilling.active:
+        _check_tracked(controller, values)
     if catalog.held:
         _check_holds(controller, sessions)
     for volume in controller.volumes:
@@ -80,6 +82,15 @@ def _check_holds(controller: Controller, sessions: list[SessionRecord]) -> None:
         if held.count != counts[id(held)] or not held.count:
             what = f"version {held.version} of {held.key!r}"
             raise Violation("accounts", f"{what} has {counts[id(held)]} holds, not {held.count}")
+
+
+def _check_tracked(controller: Controller, values: dict[int, Value]) -> None:
+    """What may be evicted is there, and adds up."""
+    residency = controller.spilling.values
+    there = [one for one in values.values() if residency.find(one) is not None]
+    nbytes = sum([one.nbytes for one in there])
+    if len(there) != len(residency) or nbytes > sum(residency.bytes_of.values()):
+        raise Violation("accounts", f"{len(residency)} values may be evicted, not {len(there)}")
 
 
 def _check_volume(

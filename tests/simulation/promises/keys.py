@@ -38,6 +38,7 @@ class Key:
         newest: its newest version; 0: there is none.
         used: the highest version that it ever had.
         contents: what can be read, by version.
+        fades: whether the newest version may be evicted.
         rewound: the point at which it went back the last time.
         keep: how many versions can be read.
         joint: versions that are not whole.
@@ -50,6 +51,7 @@ class Key:
         "contents",
         "deleted",
         "exact",
+        "fades",
         "joint",
         "keep",
         "newest",
@@ -62,6 +64,7 @@ class Key:
         self.newest = 0
         self.used = 0
         self.contents: dict[int, Content] = {}
+        self.fades = False
         self.rewound = 0.0
         self.keep = 1
         self.joint: dict[int, Joint] = {}
@@ -74,8 +77,9 @@ class Key:
         """Whether its newest version is one value."""
         return "" in self.contents.get(self.newest, ())
 
-    def becomes(self, version: int, content: Content) -> None:
+    def becomes(self, version: int, content: Content, *, fades: bool = False) -> None:
         """A version is the newest one now."""
+        self.fades = fades
         self.newest = version
         self.used = max(self.used, version)
         self.contents[version] = content
@@ -89,6 +93,13 @@ class Key:
         self.contents = {v: old for v, old in self.contents.items() if v < version}
         self.used, self.rewound = version, point
         self.becomes(version, content)
+
+    def vanish(self) -> bool:
+        """It is not there. Returns whether that may be: it has no version, or was evicted."""
+        if self.newest and not self.fades:
+            return False
+        self.newest, self.contents = 0, {}
+        return True
 
     def clear(self, point: float) -> None:
         """It is deleted."""

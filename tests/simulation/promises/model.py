@@ -8,7 +8,7 @@ model allows both, and believes what readers see.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from tests.simulation.acting.operations import mark
 from tests.simulation.promises.histories import Call, plain
@@ -16,7 +16,7 @@ from tests.simulation.promises.keys import Joint, Key
 
 __all__ = ["Model"]
 
-_ERRORS = {"", "key-not-found", "partial-put", "version-gone", "layout-mismatch"}
+_ERRORS = {"", "key-not-found", "evicted", "partial-put", "version-gone", "layout-mismatch"}
 # Operations that are about bytes, which may be lost.
 _MOVE = {"put", "publish", "shard", "get", "fetch", "object", "read", "rewind"}
 _REFUSED = {"store-full", "store-closed", "configuration", "Closed", "Cancelled"}
@@ -93,7 +93,8 @@ class Model:
             key = self.key(name)
             if version <= key.used:
                 return f"version {version} of {name!r} comes again or late, after {key.used}"
-            key.becomes(version, {"": {mark(call.operation.number, at)}})
+            content = {"": {mark(call.operation.number, at)}}
+            key.becomes(version, content, fades=call.operation.fades)
         return ""
 
     def _rewind(self, call: Call) -> str:
@@ -138,12 +139,13 @@ class Model:
     def _get(self, call: Call) -> str:
         operation = call.operation
         keys = [self.key(name) for name in operation.keys]
-        if call.code in ("key-not-found", "partial-put"):
-            return "" if any(not key.newest for key in keys) else "all keys are there"
+        if call.code in ("key-not-found", "partial-put", "evicted"):
+            return _some_is_missing(keys)
         if call.code == "layout-mismatch":
             return "" if keys[0].is_plain else "it is a state dict"
         if call.code == "version-gone":
-            there = all(operation.version in key.contents and key.exact for key in keys)
+            here = [key for key in keys if operation.version in key.contents and not key.fades]
+            there = all(key in here and key.exact for key in keys)
             return "that version is there" if there else ""
         if call.code:
             return f"a get fails: {call.code}"
@@ -214,8 +216,8 @@ class Model:
         (name,) = call.operation.keys
         key = self.key(name)
         if call.code:
-            missing = call.code in ("key-not-found", "partial-put") and not key.newest
-            return "" if missing else "the key is there"
+            missing = call.code in ("key-not-found", "partial-put", "evicted")
+            return "" if missing and key.vanish() else "the key is there"
         if wrong := self._sees(name, key, call.result[0]):
             return wrong
         return self._names(call.about[0], key.contents[key.newest][""]) if call.about else ""
@@ -238,12 +240,13 @@ class Model:
 
     def _delete(self, call: Call) -> str:
         keys = [self.key(name) for name in call.operation.keys]
-        there = [key for key in keys if key.newest]
-        if call.code == "key-not-found":
-            return "" if len(there) < len(keys) else "all keys are there"
+        if call.code in ("key-not-found", "evicted"):
+            return _some_is_missing(keys)
+        there = [key for key in keys if key.newest and not key.fades]
+        most = [key for key in keys if key.newest]
         plain = not any(key.puts for key in keys)
         plain &= self._rewound.isdisjoint(call.operation.keys)
-        if call.result < len(there) or (plain and call.result != len(there)):
+        if call.result < len(there) or (plain and call.result > len(most)):
             return f"{len(there)} of the keys are there"
         for key in keys:
             key.clear(call.at)
@@ -267,7 +270,7 @@ class Model:
         if call.result:
             if wrong := self._sees(name, key, call.result[-1]):
                 return wrong
-        elif key.newest:
+        elif not key.vanish():
             return f"{name!r} is at {key.newest}"
         there = sorted(key.contents)
         return "" if call.result == there or not key.exact else f"the versions are {there}"
@@ -276,6 +279,9 @@ class Model:
         if call.code:
             return "it does not fail"
         keys = [self.key(name) for name in call.operation.keys]
+        for key, is_there in zip(keys, call.result, strict=True):
+            if not is_there and key.fades:
+                key.vanish()
         there = [key.newest > 0 for key in keys]
         if not all(key.exact for key in keys):
             return ""
@@ -285,7 +291,18 @@ class Model:
 
     def satisfies(self, call: Call) -> bool:
         """Whether a wait has to be answered now."""
-        newest = [self.key(name).newest for name in call.operation.keys]
+        keys = [self.key(name) for name in call.operation.keys]
+        newest = [0 if key.fades else key.newest for key in keys]
         if self._lost:  # of a version that is lost, the next one is waited for
             return False
         return min(newest) >= max(call.operation.version, 1)
+
+
+def _some_is_missing(keys: Sequence[Key]) -> str:
+    """What is wrong about an answer that not all keys are there."""
+    if any(not key.newest for key in keys):
+        return ""
+    fading = [key for key in keys if key.fades]
+    if len(fading) == 1:
+        fading[0].vanish()
+    return "" if fading else "all keys are there"

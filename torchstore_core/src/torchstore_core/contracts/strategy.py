@@ -36,8 +36,9 @@ class ClientFacts(msgspec.Struct, frozen=True, array_like=True):
 class VolumeFacts(msgspec.Struct, frozen=True, array_like=True):
     """Facts about a volume: its position in the store's list, its host, and its memory in bytes.
 
-    ``lost``: the volume's memory is permanently lost. It stays in the list, so that the indices of
-    the other volumes do not change, and the controller skips it if a strategy returns it.
+    ``lost``: the volume's memory is permanently lost, or nothing may be placed there because it is
+    drained. It stays in the list, so that the indices of the other volumes do not change, and the
+    controller skips it if a strategy returns it.
     """
 
     id: str

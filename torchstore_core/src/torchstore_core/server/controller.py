@@ -136,7 +136,12 @@ class Controller:
             start_copier,
             repair_bandwidth,
         )
-        self.drains = Drains(self.volumes, self.repairs, later, spills=mover is not None)
+        self.drains = Drains(self.volumes, self.repairs, later)
+        if mover is not None:
+            self.drains.refuses = (
+                "this store spills values to disk, and those are not moved to other volumes yet. "
+                "Start it without spill="
+            )
 
     # ---- sessions -------------------------------------------------------------------------
 
@@ -669,7 +674,7 @@ class Controller:
             parts: leases of which only some values are released, with these values' positions.
             remember: see :meth:`abort`.
         """
-        if len(self.repairs.leavings):
+        if self.repairs.active and len(self.repairs.leavings):
             leases, parts = list(leases), list(parts)
             self.repairs.leavings.released(session, leases, parts)
         returned: list[Value | None] = []

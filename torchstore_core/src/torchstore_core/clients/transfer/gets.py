@@ -154,7 +154,8 @@ async def get_asks(
             )
             located = await channel.call(request, m.Located, clock.left(), quick=quick)
             clock.phase("plan")
-            return await _read(leasing, located.entries, located.leased, asks, allow_pickle)
+            targets, whole = _targets(leasing, located.entries, located.leased, asks)
+            return await leasing.read(targets, allow_pickle, whole), located.entries
 
 
 async def get_named(
@@ -175,7 +176,8 @@ async def get_named(
                     return Found(values, columns.version_of()[0])
                 entries = entries_of(columns)
             asks = requests_of(named)
-            return await _read(leasing, entries, located.leased, asks, allow_pickle)
+            targets, whole = _targets(leasing, entries, located.leased, asks)
+            return await leasing.read(targets, allow_pickle, whole), entries
 
 
 class Found(NamedTuple):
@@ -194,24 +196,19 @@ def requests_of(named: Named) -> list[ValueRequest]:
     return [ValueRequest(key, 0, tensor, None) for key, tensor in rows]
 
 
-async def _read(
-    leasing: Leasing,
-    entries: list[m.Entry],
-    leased: bool,
-    asks: Sequence[ValueRequest],
-    allow_pickle: bool,
-) -> tuple[dict[int, Any], list[m.Entry]]:
-    """Check everything that was located, then move the bytes; returns as :func:`get_asks`."""
+def _targets(
+    leasing: Leasing, entries: list[m.Entry], leased: bool, asks: Sequence[ValueRequest]
+) -> tuple[list[Target], list[Plain]]:
+    """Check everything that was located, before any bytes are moved."""
     starts = leasing.granted(entries, leased)
     if leasing.avoid:
         leasing.check(entries)
     if len(asks) < MANY:
         found = zip(asks, entries, starts, strict=True)
-        targets = [
+        return [
             resolve(at, start, ask.key, entry, ask.tensor, ask.part)
             for at, (ask, entry, start) in enumerate(found)
-        ]
-        return await leasing.read(targets, allow_pickle), entries
+        ], []
     plain = plain_targets(
         [ask.key for ask in asks],
         entries,
@@ -224,8 +221,7 @@ async def _read(
         for at, ask in enumerate(asks)
         if plain[at] is None
     ]
-    whole = [one for one in plain if one is not None]
-    return await leasing.read(targets, allow_pickle, whole), entries
+    return targets, [one for one in plain if one is not None]
 
 
 async def _timelines(

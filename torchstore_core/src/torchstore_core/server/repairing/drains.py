@@ -21,7 +21,9 @@ class Drains:
 
     Args:
         later: calls something after so many seconds.
-        spills: whether the store spills values to disk.
+
+    Attributes:
+        refuses: why no volume of this store can be drained, and what to do; empty if they can.
     """
 
     def __init__(
@@ -29,20 +31,18 @@ class Drains:
         volumes: Sequence[VolumeRecord],
         repairs: Repairs,
         later: Callable[[float, Callable[[], None]], object],
-        *,
-        spills: bool = False,
     ) -> None:
         self._volumes = volumes
         self._repairs = repairs
         self._later = later
-        self._spills = spills
+        self.refuses = ""
         self._is_timed = False
 
     def drain(self, request: m.Drain) -> DrainReport:
         """Begin to drain a volume, undo it, or only look; returns how far it is.
 
         Raises:
-            ConfigurationError: there is no such volume, it is lost, or the store spills.
+            ConfigurationError: there is no such volume, it is lost, or none can be drained.
             DrainError: no other volume is in service.
         """
         volume = self._named(request.volume)
@@ -70,11 +70,8 @@ class Drains:
 
     def _check(self, volume: VolumeRecord) -> None:
         name = volume.info.id
-        if self._spills:
-            raise ConfigurationError(
-                f"volume {name} cannot be drained: this store spills values to disk, and those are "
-                "not moved to other volumes yet. Start it without spill="
-            )
+        if self.refuses:
+            raise ConfigurationError(f"volume {name} cannot be drained: {self.refuses}")
         if not any(other is not volume and not other.closed for other in self._volumes):
             raise DrainError(
                 f"volume {name} cannot be drained: no other volume of the store is in service, so "
