@@ -17,17 +17,15 @@ import msgspec
 
 from torchstore_core import moments
 from torchstore_core.contracts.strategy import ClientFacts
-from torchstore_core.errors import ConfigurationError, TorchStoreError
+from torchstore_core.errors import TorchStoreError
 from torchstore_core.machine.processes import started
 from torchstore_core.machine.topology import Topology
-from torchstore_core.reports.repairs import DrainReport
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.records import SessionRecord, Versions
 from torchstore_core.server.index.references.holds import DEFAULT_GRACE_S, Holds
 from torchstore_core.server.keeping.log import Log, Record
 from torchstore_core.server.keeping.recorded_holds import RecordedHolds
 from torchstore_core.server.keeping.state import StateReader, written
-from torchstore_core.server.repairing.drains import Drains
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import portable
 
@@ -119,7 +117,10 @@ class RecordedController(Controller):
             options.get("later", lambda delay, call: None),
             options.get("grace_s", DEFAULT_GRACE_S),
         )
-        self.drains = _NoDrains(self.volumes, self.repairs, lambda delay, call: None, spills=False)
+        # What the store copies by itself is not in the log.
+        self.drains.refuses = (
+            "a store with a keeper cannot drain volumes yet: initialize it without keeper="
+        )
         for at, volume in enumerate(self.volumes):
             allocator = volume.allocator
             if allocator.grow is not None:
@@ -402,15 +403,6 @@ class RecordedController(Controller):
         _BEGIN: _begin_again,
         _TRIMMED: _trimmed_again,
     }
-
-
-class _NoDrains(Drains):
-    """What the store copies by itself is not in the log."""
-
-    def drain(self, request: m.Drain) -> DrainReport:
-        raise ConfigurationError(
-            "a store with a keeper cannot drain volumes yet: initialize it without keeper="
-        )
 
 
 def number_of(request: m.Message) -> int:
