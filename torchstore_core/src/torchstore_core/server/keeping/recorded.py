@@ -119,7 +119,8 @@ class RecordedController(Controller):
         )
         # What the store copies by itself is not in the log.
         self.drains.refuses = (
-            "a store with a keeper cannot drain volumes yet: initialize it without keeper="
+            "the store has a keeper, and what it copies by itself is not in the log yet. "
+            "Initialize it without keeper="
         )
         for at, volume in enumerate(self.volumes):
             allocator = volume.allocator
