@@ -19,7 +19,7 @@ from torchstore_core.server.serving.conversation import Conversation
 from torchstore_core.server.spilling.policy import Tracked
 from torchstore_core.wire import messages as m
 
-__all__ = ["MUTANTS", "RARE"]
+__all__ = ["MUTANTS"]
 
 
 def _drops_a_lease_early(patch: pytest.MonkeyPatch) -> None:
@@ -218,9 +218,4 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "does not tell one rewind from the next": _begins_no_timeline,
     "forgets the versions of a key that is evicted": _forgets_what_was_evicted,
     "evicts what is being read": _evicts_what_is_read,
-}
-#: Those that it takes more than a thousand seeds to find.
-RARE = {
-    "keeps no reference in flight when its sender is gone",
-    "reads a version that has the number of one that is gone",
 }

@@ -149,7 +149,7 @@ class References:
         sure = sent.sure and sent.is_in_time(now)
         if self._world.telling:
             self._world.tell(f"a reference to {sent.name} arrives at client {to}")
-        sent.received = now
+        sent.received, sent.sure = now, sure
         bearer.refs[ident] = Local(sent.name, ident, sure=sure)
         bearer.lane.send(m.Claim(ident, sent.ticket, *sent.name))
         if kills:

@@ -280,7 +280,7 @@ class Model:
             return "it does not fail"
         keys = [self.key(name) for name in call.operation.keys]
         for key, is_there in zip(keys, call.result, strict=True):
-            if not is_there and key.fades:
+            if not is_there and key.fades and not 0 < self._lost < call.at:
                 key.vanish()
         there = [key.newest > 0 for key in keys]
         if not all(key.exact for key in keys):
