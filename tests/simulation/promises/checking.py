@@ -14,7 +14,7 @@ __all__ = ["check"]
 _GIVEN_UP = {"Closed", "Cancelled", "store-closed", "protocol"}
 
 # With these the store may drop versions on their way.
-_FORGETS = {"crash", "lose"}
+_FORGETS = {"crash", "lose", "sever"}
 
 
 def check(
