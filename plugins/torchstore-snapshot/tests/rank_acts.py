@@ -223,6 +223,27 @@ def restore_and_draw(folder: str) -> tuple[float, str]:
     return drawn, ""
 
 
+def take_halves(folder: str) -> None:
+    rank = dist.get_rank()
+    Snapshot.take(
+        folder, {"m": StateDict(mine=torch.full((70_000,), float(rank + 1)), n=rank)}, fsync=False
+    )
+
+
+def restore_halves(folder: str, verify: Any) -> tuple[str, str, bool, bool]:
+    """What a restore raises on each rank: its type, and what it says of other ranks; whether
+    anything was written to, and whether anything was loaded.
+    """
+    mine = torch.zeros(70_000)
+    state = StateDict(mine=mine, n=-1)
+    try:
+        Snapshot(folder).restore({"m": state}, verify=verify)
+    except ts.TorchStoreError as error:
+        others = " ".join(error.details.get("ranks", {}).values()).partition(":")[0]
+        return type(error).__name__, others, bool(mine.any()), state["n"] != -1
+    return "", "", bool(mine.any()), state["n"] != -1
+
+
 def take_twice(folder: str) -> str:
     state = {"m": StateDict(x=torch.ones(2))}
     Snapshot.take(folder, state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -177,3 +178,48 @@ async def test_ranks_that_contradict_each_other_write_nothing(
     folder = tmp_path / "s"
     assert await jobs["two"].run(acts.take_contradictions, str(folder), how) == ["m/w", "m/w"]
     assert not [*folder.iterdir()]
+
+
+def damage(path: Path, *, at: int = -50_000) -> None:
+    with path.open("r+b") as file:
+        file.seek(at, 2)
+        file.write(b"\xff" * 100)
+
+
+@pytest.mark.parametrize("verify", [True, "all", "streaming"])
+async def test_a_restore_is_all_or_nothing(jobs: Jobs, tmp_path: Path, verify: Any) -> None:
+    """Of several ranks, too: what one of them finds damaged is restored nowhere."""
+    folder = tmp_path / "s"
+    await jobs["two"].run(acts.take_halves, str(folder))
+    assert await jobs["two"].run(acts.restore_halves, str(folder), verify) == [
+        ("", "", True, True)
+    ] * 2
+    [path] = folder.glob("m-*-1-0.safetensors")
+    damage(path)
+    streaming = verify == "streaming"  # damage is found when tensors have been written to
+    assert await jobs["two"].run(acts.restore_halves, str(folder), verify) == [
+        ("RankFailedError", "SnapshotCorruptError", streaming, False),
+        ("SnapshotCorruptError", "", streaming, False),
+    ]
+    path.unlink()  # which is found before anything is written in any case
+    assert await jobs["two"].run(acts.restore_halves, str(folder), verify) == [
+        ("RankFailedError", "SnapshotCorruptError", False, False),
+        ("SnapshotCorruptError", "", False, False),
+    ]
+
+
+@pytest.mark.parametrize("verify", [True, False])
+async def test_a_new_rank_that_misses_something_ends_the_restore_of_all(
+    jobs: Jobs, tmp_path: Path, verify: bool
+) -> None:
+    folder = str(tmp_path / "s")
+    await jobs["two"].run(acts.take_halves, folder)
+    found = await jobs["four"].run(acts.restore_halves, folder, verify)
+    assert found == [("RankFailedError", "LayoutMismatchError", False, False)] * 2 + [
+        ("LayoutMismatchError", "", False, False)
+    ] * 2
+
+
+async def test_all_ranks_hear_that_there_is_no_snapshot(jobs: Jobs, tmp_path: Path) -> None:
+    found = await jobs["two"].run(acts.restore_halves, str(tmp_path), True)
+    assert found == [("SnapshotNotFoundError", "", False, False)] * 2

@@ -85,7 +85,7 @@ class SnapshotWriterError(SnapshotError):
 
 
 class RankFailedError(SnapshotError):
-    """Another rank failed, so that this rank's part of a take was given up, too.
+    """Another rank failed, so that this rank's part of a take or a restore was given up, too.
 
     ``details["ranks"]`` maps the numbers of the ranks that failed to their errors, as text.
     """

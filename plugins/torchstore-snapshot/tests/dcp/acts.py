@@ -171,6 +171,17 @@ def fail(kind: str, where: str) -> list[str]:
     return []
 
 
+def load_damaged(where: str, verify: Any) -> tuple[dict[int, str], bool]:
+    """The errors by rank, and whether anything was written to."""
+    wanted = {"model": sharded([2], "0", None)}
+    errors: dict[int, str] = {}
+    try:
+        dcp.load(wanted, storage_reader=reader("snapshot", where, verify=verify))
+    except CheckpointException as error:
+        errors = {rank: type(failure[0]).__name__ for rank, failure in error.failures.items()}
+    return errors, any(bool(t.to_local().any()) for t in wanted["model"].values())
+
+
 def load_some(kind: str, where: str) -> int:
     """Some of what there is, and something that is not there."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -122,6 +122,25 @@ async def test_a_failed_save_leaves_the_one_before(
         assert found.pending == []
 
 
+@pytest.mark.parametrize("verify", [True, "all", False])
+async def test_damage_that_one_rank_finds_ends_the_load_of_all(
+    jobs: Jobs, tmp_path: Path, verify: Any
+) -> None:
+    where = tmp_path / "s"
+    await jobs["two"].run(acts.save, "snapshot", str(where), [2], "0")
+    [path] = where.glob("model-*-1-0.safetensors")
+    with path.open("r+b") as file:
+        header = 8 + int.from_bytes(file.read(8), "little")
+        file.seek(header)
+        file.write(b"\x3f" * (path.stat().st_size - header))
+    found = await jobs["two"].run(acts.load_damaged, str(where), verify)
+    errors = {1: "SnapshotCorruptError"} if verify else {}
+    assert found == [(errors, not verify)] * 2
+    path.unlink()
+    found = await jobs["two"].run(acts.load_damaged, str(where), verify)
+    assert found == [({1: "SnapshotCorruptError"}, False)] * 2
+
+
 @pytest.mark.parametrize("kind", ["snapshot", "store"])
 async def test_a_rank_that_dies_leaves_the_checkpoint_before(
     jobs: Jobs, tmp_path: Path, store: blocking.Client, kind: str

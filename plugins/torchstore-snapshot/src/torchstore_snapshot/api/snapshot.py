@@ -170,7 +170,8 @@ class Snapshot:
         progress: Progress = False,
     ) -> StateDictReport:
         """Restore objects: read what this rank needs straight into the tensors of their state
-        dicts, and call ``load_state_dict``.
+        dicts, and call ``load_state_dict``. All ranks call this, as for a take, and get the
+        snapshot together: none of them writes to a tensor before all have found what they need.
 
         The number of ranks and the layout of DTensors may differ from those of the take. A rank
         that the take did not have gets what is sharded or the same on all ranks. Values that each
@@ -182,9 +183,11 @@ class Snapshot:
             strict: raise if something does not match, before anything is written; otherwise
                 restore what does.
             verify: True: compare hashes before anything is written, so that a damaged snapshot
-                changes nothing; everything is read twice for that. ``"streaming"``: compare them
-                on the way, which is almost as fast as not at all; after SnapshotCorruptError, the
-                contents of the tensors are then undefined. False: compare nothing. There is a hash
+                changes nothing on any rank; everything is read twice for that. ``"streaming"``: compare them
+                on the way, which is almost as fast as not at all; after SnapshotCorruptError (on
+                other ranks: RankFailedError), the contents of the tensors are then undefined on
+                all ranks. False: compare nothing. Names, shapes, and whether files are there are
+                compared before anything is written in any case. There is a hash
                 for each block of 4 MiB of a tensor (or of a shard), and for each that is smaller;
                 when resharding, True and ``"streaming"`` check the blocks of which everything is
                 read as contiguous bytes, so that no more is read than is needed, and what is read
@@ -203,10 +206,11 @@ class Snapshot:
             SnapshotFormatError: a newer version wrote the snapshot.
             UnsafeObjectError: a value was pickled.
             ConfigurationError: ``verify`` is none of these.
+            RankFailedError: one of these was raised on another rank.
         """
         return restoring.restore(
             self._storage,
-            self.manifest,
+            lambda: self.manifest,
             app_state,
             Ranks(self.pg),
             strict=strict,

@@ -36,6 +36,7 @@ from torchstore_snapshot.restoring.files import Files
 from torchstore_snapshot.restoring.reading import (
     Check,
     Read,
+    check_reads,
     empty_for,
     execute,
     plan_reads,
@@ -58,7 +59,8 @@ class SnapshotStorageReader(AtPath, StorageReader):
         path: a folder or a URL; None: ``checkpoint_id=`` of the call says where.
         key: load this key's state dict alone, as if it had been saved by itself.
         verify: compare the hashes of all blocks of 4 MiB, and of all smaller pieces, that are read
-            as a whole, before anything is written to; ``"all"``: also read as a whole those of
+            as a whole, before anything is written to: several ranks do so while they plan, so that
+            damage that one of them finds ends the load on all of them; ``"all"``: also read as a whole those of
             which only a part is needed.
         allow_pickle: also load values that were pickled.
 
@@ -83,6 +85,7 @@ class SnapshotStorageReader(AtPath, StorageReader):
         self._manifest: Manifest | None = None
         self._values: dict[str, Any] = {}
         self._load_id = ""
+        self._verified: list[ReadItem] | None = None
 
     # ---- the steps of a load, in order -----------------------------------------------------
 
@@ -90,7 +93,7 @@ class SnapshotStorageReader(AtPath, StorageReader):
         """Begin to load another checkpoint."""
         if checkpoint_id:
             self._path = os.fspath(checkpoint_id)
-        self._manifest, self._values = None, {}
+        self._manifest, self._values, self._verified = None, {}, None
 
     def read_metadata(self) -> Metadata:
         """Return what the snapshot contains.
@@ -117,7 +120,26 @@ class SnapshotStorageReader(AtPath, StorageReader):
         """Nothing has to be done."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Nothing has to be changed."""
+        """Compare hashes, if there are other ranks: they all hear of an error that is raised here
+        before any of them reads. The plan is not changed.
+
+        Raises:
+            SnapshotCorruptError: a file is missing, too short or changed.
+        """
+        manifest = self._manifest
+        if manifest is None or Ranks().size == 1:
+            return plan
+        reads: list[Read] = []
+        for item in plan.items:
+            value = self._values.get(item.storage_index.fqn)
+            if isinstance(value, Stored) and isinstance(value.entry, TensorEntry):
+                meta = TensorMeta(value.entry.dtype, value.entry.shape)
+                dtype = dtype_of(meta, value.path)
+                target = torch.empty(tuple(item.lengths), dtype=dtype, device="meta")
+                reads += _reads(value, item, target)
+        with Files(open_storage(self.checkpoint_id), manifest) as files:
+            check_reads(files, reads, self._check)
+        self._verified = plan.items
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -128,12 +150,15 @@ class SnapshotStorageReader(AtPath, StorageReader):
         """Load what this rank needs.
 
         Raises:
-            SnapshotCorruptError: a file is missing, too short or changed. No tensor was written to.
+            SnapshotCorruptError: a file is missing, too short or changed. No tensor of this rank
+                was written to; those of other ranks were not either, unless the file changed since
+                they planned.
             UnsafeObjectError: a value was pickled.
             LayoutMismatchError: a tensor is not of the shape that the plan says.
         """
         storage = open_storage(self.checkpoint_id)
         manifest = self._manifest or read_manifest(storage)
+        known = self._verified is not None and self._verified == plan.items
         with Files(storage, manifest) as files:
             objects: list[tuple[ReadItem, Any]] = []
             direct: list[tuple[ReadItem, torch.Tensor, list[Read]]] = []
@@ -152,7 +177,7 @@ class SnapshotStorageReader(AtPath, StorageReader):
             execute(
                 files,
                 [read for *_, reads in direct for read in reads],
-                check=self._check,
+                check=None if known else self._check,
             )
             for item, target, _ in direct:
                 planner.commit_tensor(item, target)

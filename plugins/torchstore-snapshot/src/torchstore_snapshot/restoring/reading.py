@@ -6,7 +6,7 @@ first byte is read; files are then checked, and only then is anything written to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Literal
 
@@ -41,7 +41,8 @@ from torchstore_snapshot.restoring.files import Files
 from torchstore_snapshot.restoring.filling import Read, fills, tasks
 from torchstore_snapshot.threads import run_tasks
 
-__all__ = ["Check", "Read", "bytes_read", "empty_for", "execute", "plan_reads", "read_piece"]
+__all__ = ["Check", "Read", "bytes_read", "check_reads", "empty_for", "execute", "open_files"]
+__all__ += ["plan_reads", "read_piece"]
 
 # As many bytes or more, of storage with expensive requests, go straight into their tensor.
 _DIRECT = 1 << 20
@@ -84,6 +85,7 @@ def execute(
     check: Check | None,
     budget: int | None = None,
     progress: Progress = False,
+    ready: Callable[[], None] | None = None,
 ) -> None:
     """Carry all reads out.
 
@@ -95,13 +97,14 @@ def execute(
             these blocks are read.
         budget: bytes of memory that may be used besides the targets; None: no matter.
         progress: who is told how far it is.
+        ready: called once, when what is to be checked before anything is written to has been, and
+            before anything is. If it raises, nothing is written to.
 
     Raises:
         SnapshotCorruptError: a file is missing, has the wrong size, or its bytes have changed. With
             ``"before"`` and ``"all"``, no target was written to, unless a file changed meanwhile.
     """
-    for read in reads:
-        files.reader(read.piece.file)
+    open_files(files, reads)
     limits = UNLIMITED
     if budget is not None:
         most = REQUESTS if files.remote else copying.copy_threads()
@@ -112,7 +115,32 @@ def execute(
     for of in _ranges(files, reads, check):
         total += sum(end - begin for _, begin, end in checkable(of, files.block(of.piece.file)))
     with metered(progress, "restoring", total) as advance:
-        _execute(files, reads, check, advance, limits)
+        _execute(files, reads, check, advance, limits, ready)
+
+
+def open_files(files: Files, reads: Sequence[Read]) -> None:
+    """Open all files that the reads need.
+
+    Raises:
+        SnapshotCorruptError: one of them is missing, or has the wrong size.
+    """
+    for read in reads:
+        files.reader(read.piece.file)
+
+
+def check_reads(files: Files, reads: Sequence[Read], check: Check | None) -> None:
+    """Compare the hashes that :func:`execute` compares before it writes, and write nothing. The
+    targets may be on the meta device.
+
+    Raises:
+        SnapshotCorruptError: as for :func:`execute`.
+    """
+    open_files(files, reads)
+    if check in ("before", "all"):
+        for index in {read.piece.file for read in reads}:
+            if not files.remote:
+                files.map(index)
+        check_ranges(files, _ranges(files, reads, check))
 
 
 def _ranges(files: Files | Fetched, reads: Sequence[Read], check: Check | None) -> list[Range]:
@@ -139,10 +167,11 @@ def _execute(
     check: Check | None,
     advance: Advance | None,
     limits: Limits,
+    ready: Callable[[], None] | None = None,
 ) -> None:
     if limits.nbytes is None:
         if isinstance(files, Files) and files.remote:
-            _execute_remote(files, reads, check, advance)
+            _execute_remote(files, reads, check, advance, ready)
             return
         needed: dict[int, int] = {}
         for read in reads:
@@ -150,6 +179,8 @@ def _execute(
         for index, nbytes in needed.items():
             files.map(index, nbytes)
     check_ranges(files, _ranges(files, reads, check), advance, limits)
+    if ready is not None:
+        ready()
     _carry_out(files, reads, check, advance, limits)
 
 
@@ -172,12 +203,20 @@ def _carry_out(
 
 
 def _execute_remote(
-    files: Files, reads: Sequence[Read], check: Check | None, advance: Advance | None
+    files: Files,
+    reads: Sequence[Read],
+    check: Check | None,
+    advance: Advance | None,
+    ready: Callable[[], None] | None,
 ) -> None:
     """As :func:`execute`, with few requests. What has to be checked before it is used is held in
     memory, and is read twice only if there is too much of it.
     """
-    if check not in ("before", "all"):
+    before = check in ("before", "all")
+    if not before:
+        if ready is not None:
+            ready()
+        ready = None
         direct = [read for read in reads if read.target.nbytes >= _DIRECT and fills(read)]
         _carry_out(files, direct, check, advance, Limits(REQUESTS))
         chosen = {id(read) for read in direct}
@@ -185,16 +224,17 @@ def _execute_remote(
     spans = [Span(read.piece.file, *read.span) for read in reads]
     if check == "all":
         spans = [_covering(files, read).span for read in reads]
-    before = check in ("before", "all")
     groups = list(windows(spans, hold_max() if before else WINDOW))
-    if before and len(groups) > 1:
+    if before and len(groups) != 1:
         for group in groups:
             check_ranges(files, _ranges(files, [reads[i] for i in group], check), advance)
-        check = None
+        if ready is not None:
+            ready()
+        check, ready = None, None
         spans = [Span(read.piece.file, *read.span) for read in reads]
     for group in groups:
         held = Fetched(files, [spans[i] for i in group])
-        _execute(held, [reads[i] for i in group], check, advance, UNLIMITED)
+        _execute(held, [reads[i] for i in group], check, advance, UNLIMITED, ready)
 
 
 def read_piece(files: Files, path: str, piece: Piece) -> bytes:

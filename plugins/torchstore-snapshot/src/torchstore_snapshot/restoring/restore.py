@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import msgspec
 import torch
 
 from torchstore_core import boxes
@@ -30,6 +31,7 @@ from torchstore_snapshot.restoring.reading import (
     plan_reads,
     read_piece,
 )
+from torchstore_snapshot.stopping import check as check_stopped
 from torchstore_snapshot.storage.base import Storage
 
 __all__ = ["Verify", "VerifyNew", "find", "read_object", "restore", "state_dict_of", "when_new"]
@@ -40,9 +42,24 @@ Verify = bool | Literal["streaming", "all"]
 VerifyNew = bool | Literal["all"]
 
 
+class _Ready(msgspec.Struct, array_like=True):
+    """That a rank has got so far."""
+
+
+_Loads = list[tuple[Stateful, dict[str, Any]]]
+
+
+class _Planned:
+    """What a rank restores: what matches, and the differences."""
+
+    def __init__(self) -> None:
+        self.report = StateDictReport()
+        self.filled: list[tuple[str, Stateful, Filled]] = []
+
+
 def restore(
     storage: Storage,
-    manifest: Manifest,
+    manifest_of: Callable[[], Manifest],
     app_state: AppState,
     ranks: Ranks,
     *,
@@ -51,19 +68,61 @@ def restore(
     allow_pickle: bool,
     progress: Progress = False,
 ) -> StateDictReport:
-    """Restore every object of the application state.
+    """Restore every object of the application state. Called by all ranks: none of them writes to
+    anything before all of them have compared names, shapes and, unless ``verify`` is
+    ``"streaming"`` or False, hashes.
+
+    Args:
+        manifest_of: returns the manifest; what it raises is told to the other ranks, too.
 
     Raises:
         LayoutMismatchError: ``strict`` is set and something does not match; nothing was written.
         SnapshotCorruptError: the snapshot is damaged; nothing was written, unless ``verify`` is
             ``"streaming"``.
         UnsafeObjectError: a value was pickled, and ``allow_pickle`` is False.
+        RankFailedError: one of these was raised on another rank.
     """
-    check = _when(verify)
+    agreed: list[bool] = []  # that the ranks have been told, and have told this one
+
+    def agree(error: BaseException | None = None) -> None:
+        agreed.append(True)
+        ranks.exchange(_Ready(), _Ready, error)
+        agreed.pop()
+
+    loads: _Loads = []
+    try:
+        check = _when(verify)
+        manifest = manifest_of()
+        planned = _plan(storage, manifest, app_state, ranks, strict=strict)
+        with Files(storage, manifest) as files:
+            loads = _loads(files, planned, allow_pickle=allow_pickle)
+            reads = [read for _, _, filled in planned.filled for read in filled.reads]
+            execute(files, reads, check=check, progress=progress, ready=agree)
+        check_stopped()
+    except BaseException as error:
+        if not agreed:
+            agree(error)
+        raise
+    # What was damaged when it was read, and a file that changed meanwhile, concern all ranks, too.
+    agree()
+    # The state of the random number generator last, because others may draw from it.
+    for stateful, state in sorted(loads, key=lambda load: isinstance(load[0], RNGState)):
+        _load(stateful, state, strict=strict)
+    return planned.report
+
+
+def _plan(
+    storage: Storage, manifest: Manifest, app_state: AppState, ranks: Ranks, *, strict: bool
+) -> _Planned:
+    """Compare what this rank has with what it gets.
+
+    Raises:
+        LayoutMismatchError: ``strict`` is set and something does not match.
+    """
     available = manifest.of_rank(ranks.rank)
     new_rank = ranks.rank >= manifest.world_size
-    report = StateDictReport()
-    planned: list[tuple[str, Stateful, Filled]] = []
+    planned = _Planned()
+    report = planned.report
     for key, stateful in checked(app_state):
         if key not in available:
             report.missing.append(key)
@@ -74,7 +133,7 @@ def restore(
         report.missing += filled.report.missing
         report.unexpected += filled.report.unexpected
         report.mismatched |= filled.report.mismatched
-        planned.append((key, stateful, filled))
+        planned.filled.append((key, stateful, filled))
     if report and strict:
         why = ""
         if new_rank and report.missing and any(manifest.own):
@@ -91,21 +150,21 @@ def restore(
                 "mismatched": report.mismatched,
             },
         )
-    loads: list[tuple[Stateful, dict[str, Any]]] = []
-    with Files(storage, manifest) as files:
-        for key, stateful, filled in planned:
-            values = dict(filled.values)
-            for name, entry in filled.objects.items():
-                path = f"{key}/{name}"
-                values[name] = _object(files, path, entry, allow_pickle=allow_pickle)
-            ordered = ((name, filled.steps[name], values[name]) for name in filled.steps)
-            loads.append((stateful, nesting.unflatten(key, ordered)))
-        reads = [read for _, _, filled in planned for read in filled.reads]
-        execute(files, reads, check=check, progress=progress)
-    # The state of the random number generator last, because others may draw from it.
-    for stateful, state in sorted(loads, key=lambda load: isinstance(load[0], RNGState)):
-        _load(stateful, state, strict=strict)
-    return report
+    return planned
+
+
+def _loads(files: Files, planned: _Planned, *, allow_pickle: bool) -> _Loads:
+    """Return what is given to each object's ``load_state_dict``; objects are read for that, and
+    tensors are those that will be filled.
+    """
+    loads: _Loads = []
+    for key, stateful, filled in planned.filled:
+        values = dict(filled.values)
+        for name, entry in filled.objects.items():
+            values[name] = _object(files, f"{key}/{name}", entry, allow_pickle=allow_pickle)
+        ordered = ((name, filled.steps[name], values[name]) for name in filled.steps)
+        loads.append((stateful, nesting.unflatten(key, ordered)))
+    return loads
 
 
 def _when(verify: Verify) -> Check | None:
