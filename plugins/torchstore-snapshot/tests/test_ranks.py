@@ -191,9 +191,10 @@ async def test_a_restore_is_all_or_nothing(jobs: Jobs, tmp_path: Path, verify: A
     """Of several ranks, too: what one of them finds damaged is restored nowhere."""
     folder = tmp_path / "s"
     await jobs["two"].run(acts.take_halves, str(folder))
-    assert await jobs["two"].run(acts.restore_halves, str(folder), verify) == [
-        ("", "", True, True)
-    ] * 2
+    assert (
+        await jobs["two"].run(acts.restore_halves, str(folder), verify)
+        == [("", "", True, True)] * 2
+    )
     [path] = folder.glob("m-*-1-0.safetensors")
     damage(path)
     streaming = verify == "streaming"  # damage is found when tensors have been written to
@@ -215,9 +216,11 @@ async def test_a_new_rank_that_misses_something_ends_the_restore_of_all(
     folder = str(tmp_path / "s")
     await jobs["two"].run(acts.take_halves, folder)
     found = await jobs["four"].run(acts.restore_halves, folder, verify)
-    assert found == [("RankFailedError", "LayoutMismatchError", False, False)] * 2 + [
-        ("LayoutMismatchError", "", False, False)
-    ] * 2
+    assert (
+        found
+        == [("RankFailedError", "LayoutMismatchError", False, False)] * 2
+        + [("LayoutMismatchError", "", False, False)] * 2
+    )
 
 
 async def test_all_ranks_hear_that_there_is_no_snapshot(jobs: Jobs, tmp_path: Path) -> None:

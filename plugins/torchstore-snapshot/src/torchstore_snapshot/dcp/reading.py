@@ -60,8 +60,8 @@ class SnapshotStorageReader(AtPath, StorageReader):
         key: load this key's state dict alone, as if it had been saved by itself.
         verify: compare the hashes of all blocks of 4 MiB, and of all smaller pieces, that are read
             as a whole, before anything is written to: several ranks do so while they plan, so that
-            damage that one of them finds ends the load on all of them; ``"all"``: also read as a whole those of
-            which only a part is needed.
+            damage that one of them finds ends the load on all of them; ``"all"``: also read as a
+            whole those of which only a part is needed.
         allow_pickle: also load values that were pickled.
 
     ``dcp.load`` wraps what a rank raises in a ``CheckpointException``, whose ``failures`` are, by
