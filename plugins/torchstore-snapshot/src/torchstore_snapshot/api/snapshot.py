@@ -184,11 +184,12 @@ class Snapshot:
                 restore what does.
             verify: True: compare hashes before anything is written, so that a damaged snapshot
                 changes nothing on any rank; everything is read twice for that. ``"streaming"``:
-                compare them on the way, which is almost as fast as not at all; after SnapshotCorruptError (on
-                other ranks: RankFailedError), the contents of the tensors are then undefined on
-                all ranks. False: compare nothing. Names, shapes, and whether files are there are
-                compared before anything is written in any case. There is a hash
-                for each block of 4 MiB of a tensor (or of a shard), and for each that is smaller;
+                compare them on the way, which is almost as fast as not at all; after
+                SnapshotCorruptError (on other ranks: RankFailedError), the contents of the
+                tensors are then undefined on all ranks. False: compare nothing. Names, shapes, and
+                whether files are there are compared before anything is written in any case. There
+                is a hash for each block of 4 MiB of a tensor (or of a shard), and for each that is
+                smaller;
                 when resharding, True and ``"streaming"`` check the blocks of which everything is
                 read as contiguous bytes, so that no more is read than is needed, and what is read
                 of other blocks is not checked. ``"all"``: as True, but everything is checked: all
