@@ -114,6 +114,7 @@ CALLS = [
     Call("refs", (), "", 0),
     Call("free", ([ts.ObjectRef("a", 2)],), "", 0),
     Call("explain", (), "", 0),
+    Call("drain", ("none",), "", 0, error="configuration"),
     Call("get", ("none",), "none", 0, error="key-not-found"),
     Call("get", (ts.ObjectRef("a", 1),), "a", 1, error="version-gone"),
     Call("put", ("a", 1), "a", 1, error="version-gone", keywords={"version": 1}),

@@ -100,6 +100,7 @@ __all__ = [
     "connect_or_initialize",
     "delete",
     "delete_batch",
+    "drain",
     "exists",
     "explain",
     "free",
@@ -331,6 +332,7 @@ class Client:
     stat = _method(async_client.Client.stat)
     status = _method(async_client.Client.status)
     explain = _method(async_client.Client.explain)
+    drain = _method(async_client.Client.drain)
 
 
 initialize = _opening(api.initialize)

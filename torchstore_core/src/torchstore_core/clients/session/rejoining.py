@@ -9,8 +9,9 @@ from collections.abc import Callable
 import msgspec
 
 from torchstore_core.errors import ProtocolError, StoreClosedError, from_wire
+from torchstore_core.wire import framing
 from torchstore_core.wire import messages as m
-from torchstore_core.wire.framing import FrameReader, decode_reply, encode
+from torchstore_core.wire.framing import FrameReader, encode
 
 __all__ = ["has_ended", "rejoin"]
 
@@ -99,7 +100,7 @@ def _attempt(
             if not data:
                 return None
             for body in reader.feed(data):
-                reply = decode_reply(body)
+                reply = framing.decode_reply(body)
                 if isinstance(reply, m.Failure):
                     raise from_wire(reply.code, reply.message, reply.key, reply.details)
                 if isinstance(reply, m.Welcome):

@@ -29,8 +29,9 @@ from torchstore_core.server.memory.volume import Volume
 from torchstore_core.server.remote.process_watches import ProcessWatches
 from torchstore_core.server.repairing.copier_process import CopierProcess
 from torchstore_core.server.serving.frames import FrameProtocol
+from torchstore_core.wire import framing
 from torchstore_core.wire import messages as m
-from torchstore_core.wire.framing import decode_reply, encode, portable
+from torchstore_core.wire.framing import encode, portable
 
 __all__ = ["AttachedHalves", "AttachedMemory", "VolumeConnection"]
 
@@ -230,7 +231,7 @@ class VolumeConnection(FrameProtocol):
         """Handle the messages that the server has sent."""
         try:
             for body in bodies:
-                self._handle(decode_reply(body))
+                self._handle(framing.decode_reply(body))
         except msgspec.DecodeError as error:
             self.unreadable(error)
 
