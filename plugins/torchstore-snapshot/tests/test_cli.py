@@ -114,6 +114,19 @@ def test_show_says_what_a_snapshot_and_an_object_consist_of(taken: Path) -> None
     assert piece["digest"] in call("show", taken, "model/w").out
 
 
+def test_show_says_which_snapshots_model_libraries_read(taken: Path) -> None:
+    Snapshot.take(taken.parent / "b", state(step=4), base=taken, fsync=False)
+    assert call("show", taken, "--json").json["weight_maps"] == ["model.safetensors.index.json"]
+    assert "from_pretrained" not in call("show", taken).out
+    assert call("show", taken.parent / "b", "--json").json["weight_maps"] == []
+    assert "from_pretrained" in call("show", taken.parent / "b").out
+    assert not [*(taken.parent / "b").glob("*.index.json")]
+    # What replaces its own base still has files of that, with other values of the same names.
+    Snapshot.take(taken, state(w=torch.zeros(2, 3)), base=taken, overwrite=True, fsync=False)
+    assert call("show", taken, "--json").json["weight_maps"] == []
+    assert not [*taken.glob("*.index.json")]
+
+
 def test_verify_ends_with_1_and_names_what_is_damaged(taken: Path) -> None:
     whole = call("verify", taken)
     assert (whole.status, whole.err) == (0, "")

@@ -12,7 +12,8 @@ from torchstore_core.errors import ConfigurationError, TorchStoreError
 from torchstore_snapshot.api.pending import PendingSnapshot
 from torchstore_snapshot.api.snapshot import Snapshot
 from torchstore_snapshot.api.stateful import AppState
-from torchstore_snapshot.errors import SnapshotNotFoundError
+from torchstore_snapshot.errors import SnapshotFormatError, SnapshotNotFoundError
+from torchstore_snapshot.format.paths import check_file_name
 from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.series.claims import GRACE_S
 from torchstore_snapshot.series.gc import GcReport, gc
@@ -78,23 +79,29 @@ class Series:
 
     def take(self, name: str, app_state: AppState, **options: Any) -> Snapshot:
         """Take the snapshot ``name``, and remove those that are not to be kept. Arguments and
-        errors are those of :meth:`Snapshot.take`.
+        errors are those of :meth:`Snapshot.take`; ``base=None`` writes everything again, and
+        without ``base`` it is the newest snapshot.
+
+        Raises:
+            ConfigurationError: ``name`` is not the name of one folder.
         """
-        taken = Snapshot.take(self._of(name), app_state, base=self._base(options), **options)
+        path = self._member(name)
+        taken = Snapshot.take(path, app_state, **self._with_base(options))
         self._tidy(options)
         return taken
 
     def async_take(self, name: str, app_state: AppState, **options: Any) -> PendingSnapshot:
         """Begin to take the snapshot ``name``; those that are not to be kept are removed when it is
-        committed. Arguments and errors are those of :meth:`Snapshot.async_take`.
+        committed. Arguments and errors are those of :meth:`Snapshot.async_take`, and of
+        :meth:`take`.
         """
-        path = self._of(name)
-        pending = Snapshot.async_take(path, app_state, base=self._base(options), **options)
+        path = self._member(name)
+        pending = Snapshot.async_take(path, app_state, **self._with_base(options))
         if self.keep_last is None or _rank(options):
             return pending
         done: Future[None] = Future()
         threading.Thread(target=self._finish, args=(pending, done, options), daemon=True).start()
-        return PendingSnapshot(Snapshot(path, options.get("pg")), done)
+        return PendingSnapshot(pending._snapshot, done)
 
     def gc(self, *, dry_run: bool = False, grace: float | None = None) -> GcReport:
         """Remove what is not needed; see :func:`~torchstore_snapshot.gc`."""
@@ -103,10 +110,26 @@ class Series:
     def _of(self, name: str) -> str:
         return f"{self.path.rstrip('/')}/{name}"
 
-    def _base(self, options: dict[str, Any]) -> str | None:
-        """The newest snapshot; rank 0 alone decides."""
+    def _member(self, name: str) -> str:
+        """Where the snapshot of a name is: directly in the folder, or nobody would find it."""
+        given: object = name
+        try:
+            if not isinstance(given, str):
+                raise ConfigurationError(f"the name of a snapshot is a str, not {given!r}")
+            return self._of(check_file_name(name, self.path))
+        except SnapshotFormatError as error:
+            raise ConfigurationError(
+                f"{name!r} cannot be the name of a snapshot in {self.path!r}: it is to be that of "
+                "one folder there, without separators",
+                details={"path": self.path, "name": name},
+            ) from error
+
+    def _with_base(self, options: dict[str, Any]) -> dict[str, Any]:
+        """The options with the newest snapshot as the base; rank 0 alone decides."""
+        if "base" in options:
+            return options
         names = [] if _rank(options) else self.names()
-        return self._of(names[-1]) if names else None
+        return {**options, "base": self._of(names[-1]) if names else None}
 
     def _tidy(self, options: dict[str, Any]) -> None:
         """The snapshot is committed, whatever happens here: the next take tidies up again."""

@@ -11,6 +11,7 @@ from torchstore_snapshot.cli import reports
 from torchstore_snapshot.errors import SnapshotNotFoundError
 from torchstore_snapshot.format.manifest import Entry, Manifest, ObjectEntry, TensorEntry
 from torchstore_snapshot.format.paths import MANIFEST
+from torchstore_snapshot.format.weight_maps import weight_maps
 from torchstore_snapshot.series.counting import read_head
 from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.storage.opening import leavings, open_storage, read_manifest
@@ -133,6 +134,7 @@ def show_snapshot(path: str) -> reports.SnapshotReport:
         referred_bytes=sum(file.nbytes for file in others),
         store=bool(manifest.store),
         leavings=leavings(storage, manifest),
+        weight_maps=sorted(weight_maps(manifest)),
     )
 
 

@@ -73,6 +73,7 @@ class SnapshotReport(msgspec.Struct, frozen=True):
         file_bytes: of the data files that the snapshot wrote itself.
         referred_bytes: of the files of other snapshots that it refers to.
         leavings: files in the folder that takes wrote and this snapshot does not contain.
+        weight_maps: the files by which model libraries find the tensors of a key.
     """
 
     path: str
@@ -88,6 +89,7 @@ class SnapshotReport(msgspec.Struct, frozen=True):
     referred_bytes: int
     store: bool
     leavings: list[str]
+    weight_maps: list[str] = []
 
 
 class PieceLine(msgspec.Struct, frozen=True):

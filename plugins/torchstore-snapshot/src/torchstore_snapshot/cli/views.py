@@ -135,6 +135,9 @@ def _snapshot(page: _Page, report: reports.SnapshotReport) -> None:
     if report.referred:
         names = ", ".join(report.referred)
         rows.append(("refers to", f"{human_bytes(report.referred_bytes)} in {names}"))
+        if not report.weight_maps:
+            how = "`torchstore snapshot convert --to safetensors` makes such a folder"
+            rows.append(("from_pretrained", f"does not read it, because of that; {how}"))
     if report.leavings:
         left = _count(len(report.leavings), "file")
         rows.append(("left behind", f"{left}, which `torchstore snapshot gc` looks at"))

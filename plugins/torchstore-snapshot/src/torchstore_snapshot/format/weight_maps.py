@@ -7,6 +7,7 @@ taken as ``"model"`` (and which has a ``config.json``), whatever the names of th
 from __future__ import annotations
 
 import msgspec
+import xxhash
 
 from torchstore_snapshot.format.manifest import Manifest, TensorEntry
 from torchstore_snapshot.format.paths import plain_name, take_of
@@ -26,12 +27,16 @@ MAP = ".safetensors.index.json"
 
 
 def map_name(key: str) -> str:
-    """Return the name of the map of a state dict.
+    """Return the name of the map of a state dict. It shows the key; that of a key which no name of
+    a file can show has a hash of it, so that each key has a name of its own.
 
-    >>> map_name("model")
-    'model.safetensors.index.json'
+    >>> map_name("model"), map_name("a/b")
+    ('model.safetensors.index.json', 'a_b-48f71e9475860604.safetensors.index.json')
     """
-    return plain_name(key) + MAP
+    shown = plain_name(key)
+    if shown != key:
+        shown += f"-{xxhash.xxh3_64_hexdigest(key.encode())}"
+    return shown + MAP
 
 
 def written_by_a_take(data: bytes) -> bool:
@@ -48,8 +53,12 @@ def written_by_a_take(data: bytes) -> bool:
 
 
 def weight_maps(manifest: Manifest) -> dict[str, bytes]:
-    """Return the contents of the map of each state dict whose tensors are all whole, by the name
-    of its file. Nothing in a snapshot refers to these files.
+    """Return the contents of the map of each state dict whose tensors are all whole and in files
+    of the snapshot's own take, by the name of its file. Nothing in a snapshot refers to these
+    files.
+
+    Libraries load everything from each file that a map names. Files of earlier takes have earlier
+    values of the same names, so a map that named one could make a wrong model without a word.
     """
     found: dict[str, bytes] = {}
     for key, named in manifest.shared.items():
@@ -63,7 +72,7 @@ def weight_maps(manifest: Manifest) -> dict[str, bytes]:
                 break
             piece = entry.pieces[0]
             file = manifest.files[piece.file]
-            if file.snapshot:
+            if file.snapshot or take_of(file.name) != manifest.take:
                 break
             if piece.nbytes and (piece.file, piece.start) in seen:
                 continue  # tied to an earlier one, whose name is the one in the file

@@ -1,0 +1,72 @@
+"""What a series does with names and options."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import torchstore_core as ts
+from torchstore_snapshot import Series, Snapshot, StateDict, gc
+from torchstore_snapshot.format.weight_maps import MAP
+
+
+def test_options_hold_for_what_a_background_take_returns(tmp_path: Path) -> None:
+    series = Series(tmp_path, keep_last=2)
+    state = {"m": StateDict(x=torch.ones(2), pickled={1, 2})}
+    pending = series.async_take("1", state, allow_pickle=True, fsync=False)
+    own = StateDict(x=torch.zeros(2), pickled=None)
+    pending.wait(60).restore({"m": own})
+    assert own["pickled"] == {1, 2}
+    assert own["x"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "name", ["a/b", "../x", "/x", "", ".", "..", "a\\b", "a\0b", "snapshot.json", "x" * 256, 7]
+)
+def test_names_that_are_not_those_of_folders(tmp_path: Path, name: Any) -> None:
+    series = Series(tmp_path / "run")
+    for take in (series.take, series.async_take):
+        with pytest.raises(ts.ConfigurationError) as raised:
+            take(name, {"m": StateDict(x=torch.ones(2))})
+        assert raised.value.__context__ is None or "snapshot in" in str(raised.value)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_base_of_ones_own(tmp_path: Path) -> None:
+    series = Series(tmp_path)
+    state = {"m": StateDict(x=torch.arange(5000.0))}
+    series.take("1", state, fsync=False)
+    folders: dict[str, set[str]] = {}
+    bases: dict[str, dict[str, Any]] = {
+        "newest": {},
+        "none": {"base": None},
+        "given": {"base": tmp_path / "1"},
+    }
+    for name, options in bases.items():
+        taken = series.take(name, state, fsync=False, **options)
+        folders[name] = {file.snapshot for file in taken.manifest.files}
+    assert folders == {"newest": {"1"}, "none": {""}, "given": {"1"}}
+    pending = series.async_take("background", state, base=None, fsync=False)
+    assert {file.snapshot for file in pending.wait(60).manifest.files} == {""}
+
+
+def test_each_key_has_a_weight_map_of_its_own(tmp_path: Path) -> None:
+    keys = ["a/b", "a_b", "ä", "ö", "y" * 64 + "1", "y" * 64 + "2"]
+    states = {key: StateDict(w=torch.full((3,), float(i))) for i, key in enumerate(keys)}
+    Snapshot.take(tmp_path / "s", states, fsync=False)
+    found = {}
+    for path in (tmp_path / "s").glob(f"*{MAP}"):
+        (file,) = msgspec.json.decode(path.read_bytes())["weight_map"].values()
+        with contextlib.closing((tmp_path / "s" / file).open("rb")) as data:
+            found[data.read()[-4096:].rstrip(b"\0")] = path.name
+    assert len(set(found.values())) == len(found) == len(keys)
+    gc(tmp_path, grace=0)
+    assert len([*(tmp_path / "s").glob(f"*{MAP}")]) == len(keys)
+    gc(tmp_path, keep_last=1, grace=0)
+    Snapshot.take(tmp_path / "s", {"a_b": states["a_b"]}, overwrite=True, fsync=False)
+    assert [p.name for p in (tmp_path / "s").glob(f"*{MAP}")] == [f"a_b{MAP}"]
