@@ -57,6 +57,7 @@ INSIDE = {
     "large": reports.Large,
     "lines": reports.TransportLine,
     "volumes": reports.PeerVolume,
+    "shards": reports.ShardPlace,
 }
 
 

@@ -429,3 +429,38 @@ async def test_a_shard_as_destination_must_fit_what_is_stored(shared, key):
     with pytest.raises(ts.LayoutMismatchError, match="not a tensor"):
         await ts.get(f"{key}-object", destination)
     assert not destination.tensor.any()
+
+
+async def test_stat_says_where_the_shards_are(shared, key):
+    whole = torch.randn(5, 700)
+    for shard in [*_cut(whole, (2, 3))][::-1]:
+        await ts.put(key, shard)
+    cut = [shard.tensor_slice for shard in _cut(whole, (2, 3))]
+    found = await ts.stat(key)
+    assert (found.shards, found.parts) == (cut, 6)
+    for part in found.shards:
+        rows, columns = (
+            slice(o, o + n) for o, n in zip(part.offsets, part.local_shape, strict=True)
+        )
+        assert torch.equal(await ts.get(key, tensor_slice_spec=part), whole[rows, columns])
+    await ts.put_state_dict({"w": next(_cut(whole, (1, 1))), "n": 1}, f"{key}/state")
+    assert (await ts.stat(f"{key}/state")).shards == []
+    await ts.put(key, 1)
+    assert (await ts.stat(key)).shards == []
+
+
+async def test_stat_of_a_version(shared, key):
+    halves = [*_cut(torch.randn(4, 4), (2, 1))]
+    for step in range(3):
+        for at, half in enumerate(halves):
+            state = {"w": half, "step": step}
+            await ts.put_state_dict(state, key, participants=2, participant=at, keep=2)
+    assert (await ts.stat(key, version=2)).version == 2
+    entry = await ts.stat(f"{key}/w", version=2)
+    assert entry.shards == [half.tensor_slice for half in halves]
+    assert (await ts.stat(key)).versions == [2, 3]
+    for name in (key, f"{key}/w"):
+        with pytest.raises(ts.VersionGoneError):
+            await ts.stat(name, version=1)
+    with pytest.raises(ts.ConfigurationError):
+        await ts.stat(key, version=0)

@@ -757,9 +757,15 @@ async def refs(*, store_name: str = DEFAULT_NAME, timeout: float | None = None) 
     return await _client(store_name).refs(timeout=timeout)
 
 
-async def stat(key: str, *, store_name: str = DEFAULT_NAME, timeout: float | None = None) -> Found:
+async def stat(
+    key: str,
+    *,
+    version: int | None = None,
+    store_name: str = DEFAULT_NAME,
+    timeout: float | None = None,
+) -> Found:
     """See :meth:`Client.stat`; raises the same."""
-    return await _client(store_name).stat(key, timeout=timeout)
+    return await _client(store_name).stat(key, version=version, timeout=timeout)
 
 
 async def status(*, store_name: str = DEFAULT_NAME, timeout: float | None = None) -> StatusReport:

@@ -33,6 +33,7 @@ __all__ = [
     "Removed",
     "Report",
     "Serving",
+    "ShardPlace",
     "Small",
     "StatusReport",
     "StoreLinks",
@@ -126,13 +127,21 @@ class Creator(msgspec.Struct, frozen=True):
     rank: int | None
 
 
+class ShardPlace(msgspec.Struct, frozen=True):
+    """Where a shard lies in its tensor, and its shape."""
+
+    offsets: tuple[int, ...]
+    local_shape: tuple[int, ...]
+
+
 class KeyDetails(msgspec.Struct, frozen=True):
     """``torchstore stat``. ``segment`` and ``offset`` are None if the value is not one range of
     memory.
 
     ``parts`` is the number of shards of a tensor, ``copies`` the number of volumes that hold the
     value. ``versions`` can be read; ``pending`` ones wait for shards or participants. ``lost`` says
-    why part of the value can no longer be read; ``spilled_bytes`` how much of it is only on disk.
+    why part of the value can no longer be read; ``spilled_bytes`` how much of it is only on disk;
+    ``shards`` where the shards of a tensor lie in it.
     """
 
     key: str
@@ -156,6 +165,7 @@ class KeyDetails(msgspec.Struct, frozen=True):
     lost: str = ""
     copies: int = 1
     spilled_bytes: int = 0
+    shards: list[ShardPlace] = []
 
     @classmethod
     def make(cls, found: m.Found) -> KeyDetails:

@@ -19,7 +19,7 @@ from torchstore_core.reports.summaries import (
     shape_text,
 )
 from torchstore_core.reports.units import human_bytes, human_duration
-from torchstore_core.values import StateDictMeta, TensorMeta, ValueMeta
+from torchstore_core.values import StateDictMeta, TensorMeta, TensorSlice, ValueMeta
 
 __all__ = ["Described", "Found", "Listed", "Pending"]
 
@@ -125,6 +125,8 @@ class Found(Described, msgspec.Struct, frozen=True):
         lost: why some or all of the value can no longer be read; empty if all of it can.
         copies: the number of volumes that hold each byte, at least.
         spilled_bytes: how many bytes of it are only on disk; a get reads them back.
+        shards: where the shards of a tensor lie in it, sorted by their offsets; empty if it is one
+            piece. A get with one of them as its ``tensor_slice_spec`` reads only that shard.
     """
 
     key: str
@@ -143,6 +145,7 @@ class Found(Described, msgspec.Struct, frozen=True):
     lost: str = ""
     copies: int = 1
     spilled_bytes: int = 0
+    shards: list[TensorSlice] = []
 
     def __str__(self) -> str:
         """Describe the value, where it is stored, and which process put it."""

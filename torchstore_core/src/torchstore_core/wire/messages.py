@@ -361,10 +361,11 @@ class Versions(Message, frozen=True, tag="versions"):
 
 
 class Stat(Message, frozen=True, tag="stat"):
-    """Ask what is known about a key. Reply :class:`StatReply`."""
+    """Ask what is known about a version of a key; 0: the newest. Reply :class:`StatReply`."""
 
     id: int
     key: str
+    version: int = 0
 
 
 class List(Message, frozen=True, tag="list"):

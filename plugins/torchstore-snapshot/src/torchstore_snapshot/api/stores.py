@@ -13,9 +13,11 @@ from torchstore_core.clients.packed.packed import TorchStoreStateDict
 from torchstore_core.clients.stores.environment import DEFAULT_NAME
 from torchstore_core.clients.values import nesting
 from torchstore_core.values import ObjectRef, Request
+from torchstore_snapshot.api.shards import Reading, described, fetching, put_shards, shards_of
 from torchstore_snapshot.api.snapshot import Snapshot
 from torchstore_snapshot.errors import SnapshotNotFoundError
 from torchstore_snapshot.format.manifest import Manifest, StoredKey
+from torchstore_snapshot.stopping import in_thread
 from torchstore_snapshot.storage.opening import open_storage, read_manifest
 from torchstore_snapshot.taking.take import TakeOptions, take_values
 
@@ -37,8 +39,9 @@ async def snapshot_store(
 
     Each key has the newest version that it had during the call, and a state dict of which the store
     keeps several versions has all of them; each is consistent in itself. Tensors are written
-    straight from the store's memory, and stay leased until they are. Values that are sharded in the
-    store are whole in the snapshot.
+    straight from the store's memory, and stay leased until they are. A tensor that is stored as
+    shards is written shard by shard, each of them once, however many copies the store has; from
+    another host, 64 MiB of shards are fetched at a time. Shards in state dicts are put together.
 
     Args:
         path: where to.
@@ -59,17 +62,16 @@ async def snapshot_store(
     states: dict[str, Any] = {}
     stored: dict[str, StoredKey] = {}
     entries: set[str] = set()
+    held: list[ts.HeldRef] = []  # what is not read yet
     keys = await client.keys(prefix)
     for key in keys:
         if key in entries:
             continue
         try:
-            found = await client.stat(key)
-            value = await client.get(Request(key, found.version))
+            found, value = await _newest(client, key, held)
         except (ts.KeyNotFoundError, ts.VersionGoneError):
             try:  # it was put again in the meantime, or deleted
-                found = await client.stat(key)
-                value = await client.get(Request(key, found.version))
+                found, value = await _newest(client, key, held)
             except ts.KeyNotFoundError:
                 continue
         if found.kind != "state dict":
@@ -90,9 +92,22 @@ async def snapshot_store(
                 name += "@"
             stored[name], states[name] = _state_dict(value, version, key)
     options = TakeOptions(overwrite=overwrite, fsync=fsync, allow_pickle=allow_pickle)
-    call = partial(take_values, os.fspath(path), states, stored, options)
-    url = await thread_loops.in_thread(call)
+    fetch = fetching(client, stored)
+    call = partial(take_values, os.fspath(path), states, stored, options, fetch)
+    url = await in_thread(call)
+    held.clear()
     return Snapshot(url, allow_pickle=allow_pickle)
+
+
+async def _newest(client: ts.Client, key: str, held: list[ts.HeldRef]) -> tuple[ts.Found, Any]:
+    """What is known about a key, and its value; only the places of shards, whose version is held
+    until they are read.
+    """
+    found = await client.stat(key)
+    if not found.shards:
+        return found, await client.get(Request(key, found.version))
+    held.append(await client.hold(ObjectRef(key, found.version)))
+    return found, described(found)
 
 
 def _state_dict(value: Any, version: int, key: str = "") -> tuple[StoredKey, dict[str, Any]]:
@@ -111,7 +126,8 @@ async def load_into_store(
     verify: bool = True,
 ) -> dict[str, ObjectRef]:
     """Put what is in a snapshot into a store, one key after the other, with all versions that it
-    has of them; the store then keeps as many.
+    has of them; the store then keeps as many. What was stored as shards becomes the same shards,
+    which are read and put 64 MiB at a time.
 
     Args:
         path: the snapshot: of a store, or one that was taken of objects (their state dicts are then
@@ -129,7 +145,8 @@ async def load_into_store(
 
     Raises:
         SnapshotNotFoundError, SnapshotCorruptError, SnapshotFormatError, UnsafeObjectError: the
-            snapshot cannot be read. Keys before the damaged one have been put.
+            snapshot cannot be read. Keys before the damaged one have been put; of one that is in
+            shards, those before the damaged one are an unfinished version.
         StoreFullError, VersionGoneError, StoreClosedError: a value cannot be put.
     """
     client = await ts.client(store_name)
@@ -147,10 +164,15 @@ async def load_into_store(
     for key, name in sorted(found, key=order):
         if not key.startswith(prefix):
             continue
-        read = partial(snapshot.get_state_dict_for_key, name, verify=verify)
-        state = await thread_loops.in_thread(read)
         known = manifest.store.get(name)
         version = known.version if known is not None and keep_versions else None
+        shards = None if known is None else shards_of(manifest.of_rank(0)[name].get(_VALUE))
+        if known is not None and known.kind != "state dict" and shards is not None:
+            reading = Reading(storage, manifest, f"{name}/{_VALUE}", verify)
+            refs[key] = await put_shards(client, key, version, shards, reading)
+            continue
+        read = partial(snapshot.get_state_dict_for_key, name, verify=verify)
+        state = await thread_loops.in_thread(read)
         if known is not None and known.kind != "state dict":
             if _VALUE not in state:
                 raise SnapshotNotFoundError(f"the snapshot {path!r} has no value of {key!r}")

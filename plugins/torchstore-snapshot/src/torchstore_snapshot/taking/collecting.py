@@ -112,12 +112,14 @@ def collect_values(
     common: dict[str, Collection[str] | None] | None = None,
     *,
     allow_pickle: bool = False,
+    absent: bool = False,
 ) -> list[Item]:
     """Inspect state dicts, by key.
 
     Args:
         replicated: globs of the paths (``key/name``) whose values are the same on all ranks.
         common: keys whose tensors are the same on all ranks, with the names of those that are not.
+        absent: shards may be on the meta device: somebody fetches them when they are written.
     """
     items: list[Item] = []
     ties = Ties()
@@ -137,14 +139,16 @@ def collect_values(
                 )
                 continue
             first = ties.find(value, len(items))
-            made = _tensor_item(key, leaf, path, value, shared)
+            made = _tensor_item(key, leaf, path, value, shared, absent=absent)
             if first is not None and (made.dtype, made.shape) == items[first][3:5]:
                 made = made._replace(tied=first)
             items.append(made)
     return items
 
 
-def _tensor_item(key: str, leaf: nesting.Leaf, path: str, value: Any, shared: bool) -> Item:
+def _tensor_item(
+    key: str, leaf: nesting.Leaf, path: str, value: Any, shared: bool, *, absent: bool
+) -> Item:
     if not is_sharded(value):
         tensor = storable(path, value)
         meta = describe(tensor)
@@ -160,7 +164,8 @@ def _tensor_item(key: str, leaf: nesting.Leaf, path: str, value: Any, shared: bo
             continue  # the empty share of an uneven distribution
         plain = TensorSlice(part.offsets, part.local_shape, part.global_shape)
         whole = tuple(part.local_shape) == tuple(shape)
-        pieces.append(LocalPiece(storable(path, local), None if whole else plain))
+        tensor = local if absent and local.is_meta else storable(path, local)
+        pieces.append(LocalPiece(tensor, None if whole else plain))
     # Tensors of one name on different meshes, as in the stages of a pipeline, are different ones;
     # unless the user says that they are the same.
     mesh = mesh_of(value) if is_dtensor(value) and not shared else ""

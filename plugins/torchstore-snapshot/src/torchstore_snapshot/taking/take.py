@@ -23,7 +23,7 @@ from torchstore_snapshot.taking.planning import holdings, plan_files, split_work
 from torchstore_snapshot.taking.preparing import Prepared, TakeOptions, agree, plan, prepare
 from torchstore_snapshot.taking.publishing import publish
 from torchstore_snapshot.taking.replacing import maps_of, refuse_existing, refuse_foreign_maps
-from torchstore_snapshot.taking.writing import write_files
+from torchstore_snapshot.taking.writing import Fetch, write_files
 
 __all__ = [
     "Prepared",
@@ -43,8 +43,10 @@ class _Done(msgspec.Struct, array_like=True):
     """That a rank has got so far."""
 
 
-def write(prepared: Prepared) -> Part:
-    """Write what this rank has to write. If that fails, nothing of it is left."""
+def write(prepared: Prepared, fetch: Fetch | None = None) -> Part:
+    """Write what this rank has to write. If that fails, nothing of it is left. ``fetch`` as for
+    :func:`.writing.write_files`.
+    """
     options = prepared.options
     total = sum(file.layout.nbytes - len(file.layout.header) for file in prepared.files)
     with metered(options.progress, "taking", total) as advance:
@@ -55,6 +57,7 @@ def write(prepared: Prepared) -> Part:
             durable=options.fsync,
             threads=options.threads,
             advance=advance,
+            fetch=fetch,
         )
     return part_of(
         prepared.ranks.rank,
@@ -159,9 +162,16 @@ def take(
 
 
 def take_values(
-    path: str, states: dict[str, Any], store: dict[str, StoredKey], options: TakeOptions
+    path: str,
+    states: dict[str, Any],
+    store: dict[str, StoredKey],
+    options: TakeOptions,
+    fetch: Fetch,
 ) -> str:
     """Take a snapshot of state dicts, by key: the contents of a store. No other rank takes part.
+
+    Args:
+        fetch: called for shards that are on the meta device, batch by batch.
 
     Returns:
         Where the snapshot is.
@@ -170,7 +180,7 @@ def take_values(
     storage = open_storage(path)
     storage.prepare(durable=options.fsync)
     refuse_existing(storage, overwrite=options.overwrite)
-    items = collect_values(states, allow_pickle=options.allow_pickle)
+    items = collect_values(states, allow_pickle=options.allow_pickle, absent=True)
     refuse_foreign_maps(storage, maps_of(items))
     alone = Ranks.alone()
     units = split_work(items, 0, [holdings(items)])
@@ -179,7 +189,7 @@ def take_values(
     prepared = Prepared(name, storage.url, alone, sorted(states), items, files, options)
     claim = Claim(storage, name)
     try:
-        commit(storage, name, [write(prepared)], options, store, claim)
+        commit(storage, name, [write(prepared, fetch)], options, store, claim)
     finally:
         claim.release()
     return storage.url

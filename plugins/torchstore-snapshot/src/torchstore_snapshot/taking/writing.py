@@ -14,17 +14,23 @@ from torchstore_core.clients.values.tensors import address_of, byte_like
 from torchstore_snapshot.format.hashes import BLOCK, Digest, block_hash, summed
 from torchstore_snapshot.format.safetensors_files import Layout
 from torchstore_snapshot.progress import Advance
+from torchstore_snapshot.stopping import check
 from torchstore_snapshot.storage.base import Storage, Writer
-from torchstore_snapshot.taking.collecting import Item
+from torchstore_snapshot.taking.collecting import Item, LocalPiece
 from torchstore_snapshot.taking.planning import PlannedFile, Unit
 from torchstore_snapshot.threads import run_tasks
 
-__all__ = ["OpenFiles", "Source", "bytes_of", "hash_strided", "source_of", "write_files"]
+__all__ = ["Fetch", "OpenFiles", "Source", "bytes_of", "hash_strided", "source_of", "write_files"]
 
 # Bytes that are hashed and then written at a time: what was hashed is still in the cache when it is
 # written. Steps end at multiples of this in the file, so that the page cache gets huge pages, which
 # are cheaper to write and, above all, to map later.
 _STEP = 2 << 20
+# Bytes of pieces that are fetched at a time.
+_FETCHED = 64 << 20
+
+#: Returns the tensors of pieces that are not in the memory of this process.
+Fetch = Callable[[Sequence[tuple[Item, LocalPiece]]], Sequence[torch.Tensor]]
 
 
 class Source(NamedTuple):
@@ -213,22 +219,67 @@ def write_files(
     durable: bool,
     threads: int | None = None,
     advance: Advance | None = None,
+    fetch: Fetch | None = None,
 ) -> list[list[Digest]]:
     """Write all files straight from the memory of ``items``. If that fails, none of them is left.
+
+    Args:
+        fetch: called for the pieces that are on the meta device, about ``_FETCHED`` bytes at a
+            time, which are freed when they are written. May raise anything.
 
     Returns and raises what :meth:`OpenFiles.close` and :meth:`OpenFiles.write` do.
     """
     opened = OpenFiles(storage, [(file.name, file.layout) for file in files], threads, advance)
     try:
-        opened.write(
-            Source(index, position, 0, source_of(items[unit.item], unit))
-            for index, file in enumerate(files)
-            for position, unit in enumerate(file.units)
-        )
+        for batch in _batches(items, files):
+            check()
+            opened.write(_sources(items, batch, fetch))
         return opened.close(durable=durable)
     except BaseException:
         opened.abort()
         raise
+
+
+class _Place(NamedTuple):
+    file: int
+    position: int
+    unit: Unit
+    piece: LocalPiece | None  # that has to be fetched
+
+
+def _batches(items: Sequence[Item], files: Sequence[PlannedFile]) -> Iterator[list[_Place]]:
+    batch: list[_Place] = []
+    nbytes = 0
+    for index, file in enumerate(files):
+        for position, unit in enumerate(file.units):
+            item = items[unit.item]
+            piece = item.pieces[unit.piece] if item.is_tensor else None
+            if piece is not None and not piece.tensor.is_meta:
+                piece = None
+            batch.append(_Place(index, position, unit, piece))
+            if piece is None:
+                continue
+            nbytes += piece.tensor.nbytes
+            if nbytes >= _FETCHED:
+                yield batch
+                batch, nbytes = [], 0
+    yield batch
+
+
+def _sources(
+    items: Sequence[Item], batch: Sequence[_Place], fetch: Fetch | None
+) -> Iterator[Source]:
+    absent = [(items[at.unit.item], at.piece) for at in batch if at.piece is not None]
+    fetched = iter(fetch(absent) if fetch is not None and absent else ())
+    for at in batch:
+        item = items[at.unit.item]
+        if at.piece is not None:
+            item = item._replace(pieces=(LocalPiece(next(fetched), at.piece.slice),))
+            unit = Unit(at.unit.item, 0)
+            data, owner = source_of(item, unit), item.pieces[0].tensor
+            yield Source(at.file, at.position, 0, data, owner)
+        else:
+            yield Source(at.file, at.position, 0, source_of(item, at.unit))
 
 
 def source_of(item: Item, unit: Unit) -> memoryview | torch.Tensor:

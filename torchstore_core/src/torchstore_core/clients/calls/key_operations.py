@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from torchstore_core.clients.calls import observers, wait_errors
-from torchstore_core.clients.calls.arguments import check_key
+from torchstore_core.clients.calls.arguments import check_key, check_version
 from torchstore_core.clients.calls.base import QUICK, ClientBase
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.calls.incarnations import check_after, check_incarnation, refs_of
@@ -179,15 +179,26 @@ class KeyOperations(ClientBase):
 
     # ---- inspecting -----------------------------------------------------------------------
 
-    async def stat(self, key: str, *, timeout: float | None = None) -> Found:
-        """Return what the store knows about a key: version, kind, bytes, place, leases, creator.
+    async def stat(
+        self, key: str, *, version: int | None = None, timeout: float | None = None
+    ) -> Found:
+        """Return what the store knows about a key, or about an entry of a state dict: version,
+        kind, bytes, place, shards, leases, creator.
+
+        Args:
+            key: which key.
+            version: which version of it; None: the newest.
+            timeout: seconds.
 
         Raises:
             KeyNotFoundError: the key does not exist.
+            PartialPutError: no version of it is whole.
+            VersionGoneError: the version cannot be read.
         """
         with self._watch("stat", timeout, key) as clock:
             check_key(key)
-            found = (await self._call(clock, m.StatReply, m.Stat, key)).found
+            number = check_version(version)
+            found = (await self._call(clock, m.StatReply, m.Stat, key, number)).found
             clock.version = found.version
             return found
 

@@ -394,7 +394,8 @@ class Conversation:
             case m.Versions():
                 return m.Committed(request.id, controller.catalog.versions(request.key))
             case m.Stat():
-                found = inspection.stat(controller.catalog, controller.volumes, request.key)
+                asked = request.key, request.version
+                found = inspection.stat(controller.catalog, controller.volumes, *asked)
                 return m.StatReply(request.id, found)
             case m.List():
                 listed, pending, more = inspection.listing(

@@ -12,18 +12,20 @@ from torchstore_core.server.index.records import SessionRecord, Shards, Stored, 
 from torchstore_core.server.memory.lost_volumes import lost_reason
 from torchstore_core.server.memory.shortage import session_bytes
 from torchstore_core.server.memory.volume_record import VolumeRecord
+from torchstore_core.values import TensorSlice
 from torchstore_core.wire import messages as m
 
 __all__ = ["listing", "session_status", "stat", "unfinished", "volume_status"]
 
 
-def stat(catalog: Catalog, volumes: Sequence[VolumeRecord], key: str) -> Found:
-    """Return what is known about one key.
+def stat(catalog: Catalog, volumes: Sequence[VolumeRecord], key: str, version: int = 0) -> Found:
+    """Return what is known about one key, at a version; 0: the newest.
 
     Raises:
         KeyNotFoundError, PartialPutError: the key has no complete version.
+        VersionGoneError: the version cannot be read.
     """
-    found = catalog.find(key)
+    found = catalog.find(key, version)
     if found is None:
         raise catalog.missing_error([key])
     stored, version = found
@@ -48,7 +50,14 @@ def stat(catalog: Catalog, volumes: Sequence[VolumeRecord], key: str) -> Found:
         listed.lost,
         min([1 + len(v.more) for v in values], default=1),
         sum([v.nbytes for v in values if v.data is None and v.offset < 0]),
+        _slices(stored) if isinstance(stored, Shards) else [],
     )
+
+
+def _slices(stored: Shards) -> list[TensorSlice]:
+    """Where the shards of a tensor lie in it."""
+    shape = stored.meta.shape
+    return [TensorSlice(box.offset, box.shape, shape) for box in sorted(stored.parts)]
 
 
 def listing(

@@ -1,0 +1,135 @@
+"""Tensors that a store keeps as shards: shard by shard into a snapshot, and back into a store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+import torchstore_core as ts
+from torchstore_core import boxes
+from torchstore_core.clients.calls import thread_loops
+from torchstore_core.clients.values.sharding import ShardList
+from torchstore_core.clients.values.tensors import dtype_of
+from torchstore_core.values import ObjectRef, Request, TensorMeta, TensorSlice
+from torchstore_snapshot.format.manifest import Entry, Manifest, Piece, StoredKey, TensorEntry
+from torchstore_snapshot.restoring.files import Files
+from torchstore_snapshot.restoring.reading import Read, empty_for, execute, plan_reads
+from torchstore_snapshot.storage.base import Storage
+from torchstore_snapshot.taking.collecting import Item, LocalPiece
+from torchstore_snapshot.taking.writing import Fetch
+
+__all__ = ["Reading", "described", "fetching", "put_shards", "shards_of"]
+
+# Bytes of shards that are read from files before they are put.
+_READ = 64 << 20
+
+
+def described(found: ts.Found) -> ShardList:
+    """Return the shards of a tensor in a store as tensors on the meta device."""
+    meta = TensorMeta(found.dtype or "", found.shape or ())
+    dtype = dtype_of(meta, found.key)
+    return ShardList(
+        ts.TensorShard(torch.empty(part.local_shape, dtype=dtype, device="meta"), part)
+        for part in found.shards
+    )
+
+
+def fetching(client: ts.Client, stored: dict[str, StoredKey]) -> Fetch:
+    """Return what gets shards from a store, for a thread that writes them to files.
+
+    Called in the event loop of the client, which is then not to be blocked while it is used.
+
+    Args:
+        stored: what the keys of the snapshot are in the store.
+    """
+    loop = asyncio.get_running_loop()
+
+    async def get(pieces: Sequence[tuple[Item, LocalPiece]]) -> list[torch.Tensor]:
+        gets = [
+            client.get(Request(item.key, stored[item.key].version, piece.slice))
+            for item, piece in pieces
+        ]
+        tensors: list[torch.Tensor] = await asyncio.gather(*gets)
+        return tensors
+
+    def fetch(pieces: Sequence[tuple[Item, LocalPiece]]) -> list[torch.Tensor]:
+        return asyncio.run_coroutine_threadsafe(get(pieces), loop).result()
+
+    return fetch
+
+
+def shards_of(entry: Entry | None) -> TensorEntry | None:
+    """Return a tensor of a snapshot of a store that was stored as shards; None if it is not one."""
+    if not isinstance(entry, TensorEntry) or all(piece.slice is None for piece in entry.pieces):
+        return None
+    return entry
+
+
+class Reading(NamedTuple):
+    """How a tensor is read from a snapshot.
+
+    Args:
+        path: its name there.
+        verify: compare hashes.
+    """
+
+    storage: Storage
+    manifest: Manifest
+    path: str
+    verify: bool
+
+    def read(self, entry: TensorEntry, pieces: Sequence[Piece]) -> list[ts.TensorShard]:
+        """Read some of its pieces into new tensors on the host."""
+        shards: list[ts.TensorShard] = []
+        reads: list[Read] = []
+        for piece in pieces:
+            only = msgspec.structs.replace(entry, pieces=(piece,))
+            (box,) = only.boxes()
+            target = empty_for(self.path, entry, box.shape)
+            reads += plan_reads(self.path, only, target, box)
+            shards.append(ts.TensorShard(target, TensorSlice(box.offset, box.shape, entry.shape)))
+        with Files(self.storage, self.manifest) as files:
+            execute(files, reads, check="during" if self.verify else None)
+        return shards
+
+
+async def put_shards(
+    client: ts.Client, key: str, version: int | None, entry: TensorEntry, reading: Reading
+) -> ObjectRef:
+    """Put a tensor as the shards that it consists of, so that the last one makes it visible.
+
+    Args:
+        version: which version they become; None: the next one.
+    """
+    for pieces in _batches(entry):
+        shards = await thread_loops.in_thread(partial(reading.read, entry, pieces))
+        if len(pieces) == len(entry.pieces):
+            return await client.put(key, ShardList(shards), version=version)
+        while shards:  # each is freed when it was put
+            ref = await client.put(key, shards.pop(0), version=version)
+            version = ref.version
+    return ref
+
+
+def _batches(entry: TensorEntry) -> Iterator[list[Piece]]:
+    """The pieces that are put one after the other. A version is whole as soon as it is covered, so
+    those that overlap are put together.
+    """
+    if sum(box.numel for box in entry.boxes()) > boxes.whole(entry.shape).numel:
+        yield [*entry.pieces]
+        return
+    batch: list[Piece] = []
+    nbytes = 0
+    for piece in entry.pieces:
+        batch.append(piece)
+        nbytes += piece.nbytes
+        if nbytes >= _READ:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
