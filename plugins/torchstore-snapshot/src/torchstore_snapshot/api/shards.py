@@ -18,7 +18,7 @@ from torchstore_core.clients.values.tensors import dtype_of
 from torchstore_core.values import ObjectRef, Request, TensorMeta, TensorSlice
 from torchstore_snapshot.format.manifest import Entry, Manifest, Piece, StoredKey, TensorEntry
 from torchstore_snapshot.restoring.files import Files
-from torchstore_snapshot.restoring.reading import Read, empty_for, execute, plan_reads
+from torchstore_snapshot.restoring.reading import Read, execute, plan_reads
 from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.taking.collecting import Item, LocalPiece
 from torchstore_snapshot.taking.writing import Fetch
@@ -27,6 +27,7 @@ __all__ = ["Reading", "described", "fetching", "put_shards", "shards_of"]
 
 # Bytes of shards that are read from files before they are put.
 _READ = 64 << 20
+_ALIGNMENT = 64
 
 
 def described(found: ts.Found) -> ShardList:
@@ -83,14 +84,20 @@ class Reading(NamedTuple):
     path: str
     verify: bool
 
-    def read(self, entry: TensorEntry, pieces: Sequence[Piece]) -> list[ts.TensorShard]:
-        """Read some of its pieces into new tensors on the host."""
+    def read(
+        self, entry: TensorEntry, pieces: Sequence[Piece], memory: torch.Tensor
+    ) -> list[ts.TensorShard]:
+        """Read some of its pieces into memory on the host that has room for them."""
         shards: list[ts.TensorShard] = []
         reads: list[Read] = []
+        dtype = dtype_of(TensorMeta(entry.dtype, entry.shape), self.path)
+        at = 0
         for piece in pieces:
             only = msgspec.structs.replace(entry, pieces=(piece,))
             (box,) = only.boxes()
-            target = empty_for(self.path, entry, box.shape)
+            start, end = at, at + piece.nbytes
+            at += _room(piece)
+            target = memory[start:end].view(dtype).view(box.shape)
             reads += plan_reads(self.path, only, target, box)
             shards.append(ts.TensorShard(target, TensorSlice(box.offset, box.shape, entry.shape)))
         with Files(self.storage, self.manifest) as files:
@@ -106,14 +113,21 @@ async def put_shards(
     Args:
         version: which version they become; None: the next one.
     """
-    for pieces in _batches(entry):
-        shards = await thread_loops.in_thread(partial(reading.read, entry, pieces))
-        if len(pieces) == len(entry.pieces):
-            return await client.put(key, ShardList(shards), version=version)
-        while shards:  # each is freed when it was put
-            ref = await client.put(key, shards.pop(0), version=version)
-            version = ref.version
+    batches = [*_batches(entry)]
+    # The same memory for all batches: what one thread frees may be of no use to another one.
+    most = max(sum(map(_room, pieces)) for pieces in batches)
+    memory = torch.empty(most, dtype=torch.uint8, device="cpu")
+    for pieces in batches:
+        read = partial(reading.read, entry, pieces, memory)
+        shards = await thread_loops.in_thread(read)
+        ref = await client.put(key, ShardList(shards), version=version)
+        version = ref.version
     return ref
+
+
+def _room(piece: Piece) -> int:
+    """The bytes of a piece, and those after it that are left out so that the next is aligned."""
+    return -(-piece.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _batches(entry: TensorEntry) -> Iterator[list[Piece]]:
