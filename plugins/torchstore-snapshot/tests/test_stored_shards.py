@@ -14,6 +14,7 @@ from tests.support import SMALL
 import torchstore_core as ts
 from torchstore_core import boxes
 from torchstore_snapshot import Snapshot, load_into_store, snapshot_store
+from torchstore_snapshot.api import shards
 from torchstore_snapshot.api.shards import fetching
 from torchstore_snapshot.api.stores import _newest
 from torchstore_snapshot.format.manifest import StoredKey, TensorEntry
@@ -115,29 +116,35 @@ async def test_replicas_are_written_once(store: ts.Client, tmp_path: Path) -> No
     assert torch.equal(await again.get("w"), WHOLE)
 
 
-async def test_shards_that_overlap(store: ts.Client, tmp_path: Path) -> None:
-    for box in (boxes.Box((0, 0), (3, 7)), boxes.Box((1, 0), (3, 7)), boxes.Box((2, 0), (3, 7))):
-        await store.put("w", shard(WHOLE, box))
+async def test_shards_that_overlap(
+    store: ts.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of their offsets, two of them are the whole tensor before the third comes."""
+    monkeypatch.setattr(shards, "_READ", 1)  # a batch would be one shard
+    for row, rows in ((0, 4), (2, 2), (1, 4)):
+        await store.put("w", shard(WHOLE, boxes.Box((row, 0), (rows, 7))))
     before = await store.stat("w")
+    assert before.parts == 3
     snapshot = await snapshot_store(tmp_path / "s")
     assert torch.equal(snapshot.read_object("w/value"), WHOLE)
     await ts.shutdown()
     again = await ts.initialize(**SMALL)
     await load_into_store(tmp_path / "s")
-    assert (await again.stat("w")).shards == before.shards
+    after = await again.stat("w")
+    assert (after.shards, after.pending) == (before.shards, [])
     assert torch.equal(await again.get("w"), WHOLE)
 
 
 async def test_shards_are_read_and_put_batch_by_batch(store: ts.Client, tmp_path: Path) -> None:
-    rows, shards = 1 << 10, 6
-    whole = torch.arange(rows * shards * 4096, dtype=torch.int32).view(-1, 4096)
-    for number in range(shards):
+    rows, count = 1 << 10, 6
+    whole = torch.arange(rows * count * 4096, dtype=torch.int32).view(-1, 4096)
+    for number in range(count):
         await store.put("w", shard(whole, boxes.Box((number * rows, 0), (rows, 4096))))
     snapshot = await snapshot_store(tmp_path / "s", fsync=False)
-    assert len(entry_of(snapshot, "w").pieces) == shards
+    assert len(entry_of(snapshot, "w").pieces) == count
     await store.delete("w")
     refs = await load_into_store(tmp_path / "s", keep_versions=False)
-    assert (await store.stat("w")).parts == shards
+    assert (await store.stat("w")).parts == count
     assert torch.equal(await store.get(refs["w"]), whole)
 
 
