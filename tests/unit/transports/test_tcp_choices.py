@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from torchstore_core.contracts.rates import Rate, between_networks
 from torchstore_core.contracts.transport import Bid, LinkContext, Refusal
 from torchstore_core.errors import ConfigurationError
 from torchstore_core.machine.networks import (
@@ -19,7 +20,7 @@ from torchstore_core.machine.topology import probe
 from torchstore_transports.inline.plugin import torchstore_transport as inline
 from torchstore_transports.shm.plugin import torchstore_transport as shm
 from torchstore_transports.tcp.moving.widths import CHOICES, LARGE, Widths
-from torchstore_transports.tcp.plugin import bid_between, torchstore_transport
+from torchstore_transports.tcp.plugin import torchstore_transport
 from torchstore_transports.tcp.serving.addresses import addresses_for
 from torchstore_transports.tcp.wire.protocol import VERSION, Greeting, Offer
 
@@ -65,17 +66,22 @@ def test_on_one_host_it_is_for_what_is_large_and_not_shared() -> None:
     ],
 )
 def test_the_best_common_network(here: list[Network], there: list[Network], gbits: int) -> None:
-    bid = bid_between(tuple(here), tuple(there))
-    assert isinstance(bid, Bid)
-    assert bid.bytes_per_s == pytest.approx(gbits * GB / 8 * 0.9)
+    rate = between_networks(here, there)
+    assert isinstance(rate, Rate)
+    assert rate.bytes_per_s == gbits * GB / 8
 
 
 @pytest.mark.parametrize(
     ("here", "there", "why"),
-    [([], [B], "this host"), ([A], [], "the volume's host"), ([A], [SIX], "IPv6 addresses only")],
+    [
+        ([], [B], "this host"),
+        ([A], [], "the volume's host"),
+        ([A], [Network("", LOOPBACK, 32)], "the volume's host"),
+        ([A], [SIX], "IPv6 addresses only"),
+    ],
 )
 def test_refusals(here: list[Network], there: list[Network], why: str) -> None:
-    refusal = bid_between(tuple(here), tuple(there))
+    refusal = between_networks(here, there)
     assert isinstance(refusal, Refusal)
     assert why in refusal.reason
 

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import msgspec
 
 from torchstore_core.contracts.hooks import hookimpl
+from torchstore_core.contracts.rates import Rate, device_rate, network_rate
 from torchstore_core.contracts.transport import Bid, LinkContext, Refusal, TransportSpec
 
 __all__ = ["LIBRARY", "Offer", "torchstore_transport", "version"]
@@ -16,10 +17,10 @@ __all__ = ["LIBRARY", "Offer", "torchstore_transport", "version"]
 #: The module of the library, and the distribution that it comes with.
 LIBRARY = "nixl_cu12", "nixl-cu12"
 
-# With devices: an estimate that ranks it before everything that goes through sockets. Without: what
-# no network is too slow for, because whatever the network is, plain sockets are faster on it.
-_DEVICE_LATENCY_S, _DEVICE_BYTES_PER_S = 300e-6, 12e9
-_PLAIN_LATENCY_S, _PLAIN_BYTES_PER_S = 5e-3, 0.1e9
+# With devices: a share of their rate that ranks it before everything that goes through sockets.
+# Without: one that ranks it last, because whatever the network is, plain sockets are faster on it.
+_DEVICE_LATENCY_S, _DEVICE_SHARE = 300e-6, 0.97
+_PLAIN_LATENCY_S, _PLAIN_SHARE, _PLAIN_BYTES_PER_S = 5e-3, 0.3, 0.1e9
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
@@ -55,16 +56,19 @@ def _bid(context: LinkContext) -> Bid | Refusal:
             return Refusal("the volume has another version of torchstore-rdma")
         if offer.library != version():
             return Refusal(f"the volume has NIXL {offer.library}, this process has {version()}")
-    if context.client.rdma_devices and context.volume.rdma_devices:
-        return Bid(_DEVICE_LATENCY_S, _DEVICE_BYTES_PER_S, "RDMA devices on both hosts")
+    if (devices := device_rate(context)) is not None:
+        return Bid(_DEVICE_LATENCY_S, devices.bytes_per_s * _DEVICE_SHARE, devices.reason)
     without = [
         whose
         for whose, place in (("this host", context.client), ("the volume's host", context.volume))
         if not place.rdma_devices
     ]
+    rate, most = network_rate(context), _PLAIN_BYTES_PER_S
+    if isinstance(rate, Rate):  # UCX may know a way where addresses tell nothing
+        most = min(most, rate.bytes_per_s * _PLAIN_SHARE)
     return Bid(
         _PLAIN_LATENCY_S,
-        _PLAIN_BYTES_PER_S,
+        most,
         f"no RDMA device on {without[0]}: UCX over TCP or shared memory, slower than tcp and shm",
     )
 

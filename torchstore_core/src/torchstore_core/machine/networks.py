@@ -11,6 +11,7 @@ import functools
 import ipaddress
 import os
 import socket
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import msgspec
 from torchstore_core.errors import ConfigurationError
 
 __all__ = ["BIND", "LOOPBACK", "Network", "bound", "common", "local_address_to"]
-__all__ += ["namespace_id", "networks"]
+__all__ += ["namespace_id", "networks", "reachable"]
 
 #: Environment variable with addresses of this host, or names of its interfaces, comma-separated:
 #: transports over networks listen on these only.
@@ -29,6 +30,7 @@ LOOPBACK = "127.0.0.1"
 
 _UP, _LOOPBACK = 0x1, 0x8  # flags of an interface: IFF_UP, IFF_LOOPBACK
 _DISCARD_PORT = 9
+_FRESH_S = 5.0
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -110,6 +112,22 @@ def bound() -> tuple[Network, ...]:
         matching = [one for one in every if name in (one.interface, one.address)]
         found += matching or [_literal(name)]
     return tuple(found)
+
+
+def reachable() -> tuple[Network, ...]:
+    """Return the addresses at which other hosts may reach this one, the fastest first: those of
+    ``TORCHSTORE_BIND`` in its order if it is set. Empty if the system or the variable does not say.
+    They are looked up every few seconds at most.
+    """
+    return _reachable(os.environ.get(BIND, ""), int(time.monotonic() / _FRESH_S))
+
+
+@functools.lru_cache(maxsize=1)
+def _reachable(_bind: str, _period: int) -> tuple[Network, ...]:
+    try:
+        return bound() or tuple(sorted(networks(), key=lambda one: -one.mbits_per_s))
+    except (ConfigurationError, OSError):  # a server says so when it starts
+        return ()
 
 
 def _literal(name: str) -> Network:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import msgspec
 
+from torchstore_core.machine.networks import Network, namespace_id, reachable
+
 __all__ = [
     "HOST_ID",
     "Topology",
@@ -25,6 +27,8 @@ __all__ += ["start_time"]
 
 # Index of the start time in /proc/<pid>/stat, counted from the field after the command's name.
 _START_TIME_FIELD = 19
+_INFINIBAND = "/sys/class/infiniband"
+_NETWORKS_MAX = 16
 
 #: Environment variable with an id of this process's host that replaces the kernel's boot id: for
 #: containers on one machine that share no memory, and for tests with several hosts on one machine.
@@ -46,6 +50,9 @@ class Topology(msgspec.Struct, frozen=True, array_like=True):
         cuda_devices: the number of CUDA device files.
         rdma_devices: the names of the InfiniBand/RoCE devices.
         kernel: the operating system and its kernel release.
+        networks: the addresses at which other hosts may reach this one, at most 16.
+        namespace: the id of the process's network namespace; empty if the system does not tell.
+        rdma_mbits_per_s: the rate of the fastest port of the RDMA devices; 0 if it is not known.
     """
 
     host_id: str
@@ -57,6 +64,9 @@ class Topology(msgspec.Struct, frozen=True, array_like=True):
     cuda_devices: int
     rdma_devices: tuple[str, ...]
     kernel: str
+    networks: tuple[Network, ...] = ()
+    namespace: str = ""
+    rdma_mbits_per_s: int = 0
 
 
 def _host_id() -> str:
@@ -204,21 +214,45 @@ def _listdir(path: str) -> list[str]:
 
 
 @functools.lru_cache(maxsize=1)
-def _host_facts() -> tuple[str, str, int, int, tuple[str, ...], str]:
+def _host_facts() -> tuple[str, str, int, int, tuple[str, ...], str, int]:
     cuda = sum(1 for n in _listdir("/dev") if n.startswith("nvidia") and n[6:].isdigit())
     return (
         _host_id(),
         socket.gethostname(),
         memory_limit_bytes(),
         cuda,
-        tuple(_listdir("/sys/class/infiniband")),
+        tuple(_listdir(_INFINIBAND)),
         f"{platform.system()} {platform.release()}",
+        _rdma_mbits_per_s(_INFINIBAND),
     )
+
+
+def _rdma_mbits_per_s(devices: str) -> int:
+    """Return the rate of the fastest port, of those in a directory of devices; 0 if none says."""
+    fastest = 0
+    for file in Path(devices).glob("*/ports/*/rate"):
+        try:
+            words = file.read_text().split()  # such as "200 Gb/sec (4X HDR)"
+            fastest = max(fastest, int(float(words[0]) * 1000))
+        except (OSError, ValueError, IndexError):
+            continue
+    return fastest
 
 
 def probe() -> Topology:
     """Return the topology of this process. Facts about the host are read only once."""
-    host_id, hostname, memory, cuda, rdma, kernel = _host_facts()
+    host_id, hostname, memory, cuda, rdma, kernel, rate = _host_facts()
     return Topology(
-        host_id, hostname, os.getpid(), os.getuid(), _cpus(), memory, cuda, rdma, kernel
+        host_id,
+        hostname,
+        os.getpid(),
+        os.getuid(),
+        _cpus(),
+        memory,
+        cuda,
+        rdma,
+        kernel,
+        reachable()[:_NETWORKS_MAX],
+        namespace_id(),
+        rate,
     )

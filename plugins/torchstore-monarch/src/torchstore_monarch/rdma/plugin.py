@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 
 from torchstore_core.contracts.hooks import hookimpl
+from torchstore_core.contracts.rates import Rate, device_rate, network_rate
 from torchstore_core.contracts.transport import Bid, LinkContext, Refusal, TransportSpec
 
 # Registration, an endpoint call and the transfer. With hardware: a guess that only ranks it before
-# every transport over sockets. Without: measured over Monarch's TCP fallback.
+# every transport over sockets. Without: measured over Monarch's TCP fallback, and a share of slow
+# networks that is less than that of monarch-rpc.
 _LATENCY_S = 3e-3
-_BYTES_PER_S = 10e9
-_FALLBACK_BYTES_PER_S = 0.25e9
+_SHARE = 0.93
+_FALLBACK_SHARE, _FALLBACK_BYTES_PER_S = 0.4, 0.25e9
 
 
 def _bid(context: LinkContext) -> Bid | Refusal:
@@ -19,9 +21,12 @@ def _bid(context: LinkContext) -> Bid | Refusal:
         return Refusal("the volume is not hosted by a Monarch actor")
     if "monarch" not in sys.modules:
         return Refusal("this process is in no Monarch job")
-    if context.client.rdma_devices and context.volume.rdma_devices:
-        return Bid(_LATENCY_S, _BYTES_PER_S, "RDMA devices on both hosts")
-    return Bid(_LATENCY_S, _FALLBACK_BYTES_PER_S, "no RDMA device: Monarch's TCP fallback")
+    if (devices := device_rate(context)) is not None:
+        return Bid(_LATENCY_S, devices.bytes_per_s * _SHARE, devices.reason)
+    rate, most = network_rate(context), _FALLBACK_BYTES_PER_S
+    if isinstance(rate, Rate):  # Monarch may know a way where addresses tell nothing
+        most = min(most, rate.bytes_per_s * _FALLBACK_SHARE)
+    return Bid(_LATENCY_S, most, "no RDMA device: Monarch's TCP fallback")
 
 
 @hookimpl

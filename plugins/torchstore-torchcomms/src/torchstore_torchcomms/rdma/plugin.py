@@ -8,6 +8,7 @@ import importlib.util
 from pathlib import Path
 
 from torchstore_core.contracts.hooks import hookimpl
+from torchstore_core.contracts.rates import device_rate
 from torchstore_core.contracts.transport import Bid, LinkContext, Refusal, TransportSpec
 
 __all__ = ["MODULE", "torchstore_transport"]
@@ -15,10 +16,10 @@ __all__ = ["MODULE", "torchstore_transport"]
 #: The module with the one-sided transport. Builds for CPUs do not have it.
 MODULE = "torchcomms._transport"
 
-# Estimates: what a message over the control connection takes, and half of a network of 200 Gbit/s.
+# Estimates: what a message over the control connection takes, and the share of the devices' rate.
 # NIXL's transport bids more, because it has been tested.
 _LATENCY_S = 1e-3
-_BYTES_PER_S = 10e9
+_SHARE = 0.95
 
 
 def _probe() -> str | None:
@@ -47,7 +48,10 @@ def _bid(context: LinkContext) -> Bid | Refusal:
             return Refusal(f"no RDMA device on {whose}")
         if not place.cuda_devices:
             return Refusal(f"no GPU on {whose}, by which torchcomms finds the RDMA device to use")
-    return Bid(_LATENCY_S, _BYTES_PER_S, "torchcomms: one-sided, RDMA devices on both hosts")
+    devices = device_rate(context)
+    if devices is None:
+        return Refusal("no RDMA devices")
+    return Bid(_LATENCY_S, devices.bytes_per_s * _SHARE, f"torchcomms: one-sided, {devices.reason}")
 
 
 @hookimpl
