@@ -31,16 +31,12 @@ def _link(mbits: int, *, devices: bool, same_host: bool, cpus: int, gpus: int = 
         networks=(Network("eth0", "10.0.0.1", 24, mbits),),
         namespace="here",
     )
-    there = (
-        here
-        if same_host
-        else msgspec.structs.replace(
-            here,
-            host_id="there",
-            networks=(Network("eth0", "10.0.0.2", 24, mbits),),
-            namespace="there",
+    there = msgspec.structs.replace(here, pid=0)
+    if not same_host:
+        networks = (Network("eth0", "10.0.0.2", 24, mbits),)
+        there = msgspec.structs.replace(
+            there, host_id="there", networks=networks, namespace="there"
         )
-    )
     return LinkContext(here, there, same_host, offered=False)
 
 
