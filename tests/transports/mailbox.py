@@ -38,6 +38,8 @@ from torchstore_core.errors import (
 #: With a number in the file, as many writes go through first.
 GATE = "TORCHSTORE_TEST_GATE"
 _CHUNK = 512 << 10
+#: Seconds before each answer to a client that has asked the half to be slow.
+SLOW_S = 0.3
 
 
 class Letter(msgspec.Struct, frozen=True):
@@ -82,7 +84,7 @@ class MailboxServer(TransportServer):
                 raise ValueError("a fault of the half")
             case "nothing":
                 return None  # type: ignore[return-value]
-            case "disconnect fails" | "disconnect hangs" | "close fails" | "no count":
+            case "disconnect fails" | "disconnect hangs" | "close fails" | "no count" | "slow":
                 self._odd[peer] = letter.what
                 return b""
             case "details":
@@ -97,6 +99,8 @@ class MailboxServer(TransportServer):
                 return bytes(8 << 20)
             case "read":
                 segment = self._checked(letter)
+                if self._odd.get(peer) == "slow":
+                    await asyncio.sleep(SLOW_S)
                 return os.pread(segment.fd, letter.nbytes, letter.offset)
         self._checked(letter)
         gate = Path(os.environ.get(GATE, "") or os.devnull)
@@ -146,6 +150,7 @@ class MailboxLink(Link):
         if context.handshake is None:
             raise TransportUnavailableError("there is no way to the volume")
         self._ask = context.handshake
+        self._answers = 0
         self._closed = False
 
     @classmethod
@@ -158,7 +163,12 @@ class MailboxLink(Link):
         """What the server half answers."""
         if self._closed:
             raise TransportError("this link was closed")
-        return await self._ask(msgspec.msgpack.encode(letter))
+        answer = await self._ask(msgspec.msgpack.encode(letter))
+        self._answers += 1
+        return answer
+
+    def progress(self) -> int:
+        return self._answers
 
     async def write(self, copies: Sequence[Copy]) -> None:
         done = 0

@@ -67,6 +67,28 @@ async def test_a_cut_is_an_error_that_says_what_has_arrived(write: bool) -> None
             await until(lambda: "torchstore-tcp" not in threads())
 
 
+async def test_progress_is_what_has_moved_and_nothing_else() -> None:
+    with Proxy() as proxy:
+        async with linked(128 * MB, proxy.route) as (link, _):
+            local = Local(100 * MB)
+            for move in (link.write, link.read):
+                idle = link.progress()
+                moving = asyncio.ensure_future(move([local.copy()]))
+                await until(lambda idle=idle: link.progress() > idle + 10 * MB, 20)
+                proxy.open.clear()
+                seen = [link.progress()]
+
+                def still(seen: list[int] = seen) -> bool:
+                    seen.append(link.progress())
+                    return len(seen) > 10 and len(set(seen[-10:])) == 1
+
+                await until(still, 20)
+                assert not moving.done()
+                proxy.open.set()
+                await moving
+                assert link.progress() >= idle + 100 * MB
+
+
 async def test_a_stall_ends_and_nothing_was_lost() -> None:
     with Proxy() as proxy:
         async with linked(128 * MB, proxy.route) as (link, _):

@@ -21,7 +21,9 @@ and both take part. To the store, this makes no difference.
 expose a segment as local memory implements :class:`SupportsWindow` (the store copies directly,
 strided and in parallel); one that can provide a private copy-on-write view implements
 :class:`SupportsMap` (zero-copy ``get``); one that registers memory implements
-:class:`SupportsRegistration`, and is told whose memory it is, so that it can keep it registered.
+:class:`SupportsRegistration`, and is told whose memory it is, so that it can keep it registered;
+one that can tell how far it is implements :class:`SupportsProgress`, and is given up early when it
+stalls, but never for being slow.
 ``Link.rows`` declares that a link takes strided copies, and ``Link.devices`` that it reaches the
 memory of devices. All other links are given contiguous host memory, packed by the store.
 
@@ -57,6 +59,7 @@ __all__ = [
     "Segment",
     "ServerContext",
     "SupportsMap",
+    "SupportsProgress",
     "SupportsRegistration",
     "SupportsWindow",
     "TransportServer",
@@ -346,6 +349,20 @@ class SupportsRegistration(Protocol):
 
     async def read_into(self, copies: Sequence[Copy], memory: Sequence[Memory]) -> None:
         """See :meth:`Link.read`."""
+
+
+@runtime_checkable
+class SupportsProgress(Protocol):
+    """The link can tell a transfer that is slow from one that stands still.
+
+    An operation that has time left for another transport gives up a transfer that stands still.
+    Of other links, the store only knows how long a transfer has taken.
+    """
+
+    def progress(self) -> int:
+        """Return a number that differs from the last one if bytes have moved in between, in any
+        transfer of this link. Several times a second is often enough. Does not block; thread-safe.
+        """
 
 
 @runtime_checkable

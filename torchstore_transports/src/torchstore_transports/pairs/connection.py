@@ -59,6 +59,8 @@ class PairConnection:
         self._staging: list[torch.Tensor] = []
         self._lock = threading.Lock()
         self._killed = False
+        #: The number of messages that have been sent or received.
+        self.moved = 0
 
     # The client calls upload and download, the server half serve and take.
 
@@ -183,6 +185,7 @@ class PairConnection:
     def _finish(self, *operations: _Sent | _Received) -> None:
         for one in operations:
             one.wait()
+            self.moved += 1
             if one.staged is None:
                 continue
             if isinstance(one, _Received) and one.message is not None:

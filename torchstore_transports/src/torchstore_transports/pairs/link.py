@@ -66,6 +66,7 @@ class PairLink(Link):
         self._id = secrets.token_bytes(16)
         self._turns = Turns()
         self._connection: tuple[PairConnection, int] | None = None
+        self._pairs = 0
         self._closed = False
         self._pid = os.getpid()
 
@@ -85,6 +86,11 @@ class PairLink(Link):
     async def read(self, copies: Sequence[Copy]) -> None:
         """See ``contracts.transport``."""
         await self._move(copies, into=False)
+
+    def progress(self) -> int:
+        """See ``contracts.transport.SupportsProgress``."""
+        connection = self._connection
+        return self._pairs << 48 | (connection[0].moved if connection is not None else 0)
 
     def close(self) -> None:
         """See ``contracts.transport``."""
@@ -192,6 +198,7 @@ class PairLink(Link):
             raise
         if self._closed:
             raise TransportError("this link was closed")
+        self._pairs += 1
         self._connection = connection, welcome.pair
         return self._connection
 

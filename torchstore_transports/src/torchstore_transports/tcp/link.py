@@ -89,6 +89,10 @@ class TcpLink(Link):
     async def read(self, copies: Sequence[Copy]) -> None:
         await self._move(copies, write=False)
 
+    def progress(self) -> int:
+        """See ``contracts.transport.SupportsProgress``."""
+        return self._streams.moved()
+
     def close(self) -> None:
         if os.getpid() != self._pid:
             self._streams.close_in_child()

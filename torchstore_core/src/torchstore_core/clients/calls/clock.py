@@ -152,6 +152,11 @@ class Clock:
             )
         )
 
+    @property
+    def deadline(self) -> float | None:
+        """When the operation ends, by ``time.perf_counter()``; None: it has no time limit."""
+        return self._deadline
+
     def left(self) -> float | None:
         """Return the seconds left; raises StoreTimeoutError if there are none."""
         if self._deadline is None:

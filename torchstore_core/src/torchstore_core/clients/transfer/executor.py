@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from torchstore_core.clients.session.session import Session
+from torchstore_core.clients.session.stalls import StallWatch
 from torchstore_core.clients.session.volume_links import VolumeLinks
 from torchstore_core.clients.transfer import mapping, staging
 from torchstore_core.clients.transfer.moves import Batch, GetBatch
@@ -58,22 +59,28 @@ class _Rest(NamedTuple):
     rest: GetBatch
 
 
-async def execute(session: Session, batches: Sequence[Batch]) -> list[Moved]:
+async def execute(
+    session: Session, batches: Sequence[Batch], deadline: float | None = None
+) -> list[Moved]:
     """Move all batches; those of different volumes move concurrently.
 
     If this raises, or is cancelled, no transfer is still running afterwards.
+
+    Args:
+        deadline: when the caller will cancel this, by ``time.perf_counter()``; None: never. What
+            stalls is moved over another link, if there is time for that.
 
     Raises:
         TransportError: no link could move one of the batches.
         UnsupportedValueError: a tensor has changed in the meantime.
     """
     if len(batches) == 1:
-        return [await _execute(session, batches[0])]
+        return [await _execute(session, batches[0], deadline)]
     if sum([batch.nbytes for batch in batches]) <= _ONE_BY_ONE and all(
         session.volumes[batch.volume].context.same_host for batch in batches
     ):
-        return [await _execute(session, batch) for batch in batches]
-    return await together([_execute(session, batch) for batch in batches])
+        return [await _execute(session, batch, deadline) for batch in batches]
+    return await together([_execute(session, batch, deadline) for batch in batches])
 
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -99,18 +106,20 @@ async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
-async def _execute(session: Session, batch: Batch) -> Moved:
+async def _execute(session: Session, batch: Batch, deadline: float | None) -> Moved:
     """Move a batch over the best link; if that fails, over the next best."""
     links = session.volumes[batch.volume]
     last: TransportError | None = None
     try:
         with links.in_use():
-            for candidate in links.candidates(batch.nbytes):
+            candidates = links.candidates(batch.nbytes)
+            for candidate in candidates:
                 try:
                     if links.context.same_host:
                         mapped = await _by_candidate(session, links, candidate, batch)
                     else:
-                        work = _by_candidate(session, links, candidate, batch)
+                        is_last = candidate is candidates[-1]
+                        work = _watched(session, links, candidate, batch, deadline, is_last)
                         mapped = await links.until_lost(work, _limit_s(batch))
                     links.worked(candidate)
                     return Moved(batch, candidate.spec.name, mapped)
@@ -130,10 +139,43 @@ def _limit_s(batch: Batch) -> float:
     return _LEAST_S + batch.nbytes / _SLOWEST_BYTES_PER_S
 
 
+async def _watched(
+    session: Session,
+    links: VolumeLinks,
+    candidate: Candidate,
+    batch: Batch,
+    deadline: float | None,
+    is_last: bool,
+) -> Sequence[mapping.Mapped]:
+    """Move a batch to or from another host; what stands still has failed.
+
+    If the operation's time ends while nothing moves, the next operation begins with another
+    transport.
+
+    Raises:
+        TransportError: the link has failed or stalled.
+    """
+    if deadline is None:
+        return await _by_candidate(session, links, candidate, batch)
+    watch = StallWatch(candidate, batch.nbytes, deadline, last=is_last)
+    try:
+        return await watch.until_stalled(_by_candidate(session, links, candidate, batch, watch))
+    except asyncio.CancelledError:
+        if not links.lost and (stalled := watch.at_deadline()) is not None:
+            links.failed(candidate, stalled)
+        raise
+
+
 async def _by_candidate(
-    session: Session, links: VolumeLinks, candidate: Candidate, batch: Batch
+    session: Session,
+    links: VolumeLinks,
+    candidate: Candidate,
+    batch: Batch,
+    watch: StallWatch | None = None,
 ) -> Sequence[mapping.Mapped]:
     link = await links.connect(candidate)
+    if watch is not None:
+        watch.on_link(link)
     if batch.on_device:
         session.keep_memory()
     try:

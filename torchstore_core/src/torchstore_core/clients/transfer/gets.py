@@ -307,9 +307,8 @@ class Leasing:
         if self._leased:
             batches = get_batches(targets, results, plain)
             results.waited = True
-            for moved in await self._clock.within(
-                executor.execute(self._session, batches), self._channel
-            ):
+            work = executor.execute(self._session, batches, self._clock.deadline)
+            for moved in await self._clock.within(work, self._channel):
                 for mapped in moved.mappings:
                     positions = [target.pieces[0].position for target, _ in mapped.tensors]
                     results.values.update({t.at: tensor for t, tensor in mapped.tensors})
@@ -342,7 +341,7 @@ class Leasing:
         batch = batch_of(columns, tensors)
         if batch is None:
             return None
-        work = executor.execute(self._session, [batch])
+        work = executor.execute(self._session, [batch], self._clock.deadline)
         try:
             (moved,) = await self._clock.within(work, self._channel)
         except NotPlainError:

@@ -142,7 +142,7 @@ class Putting:
     async def write(self) -> None:
         """Move the bytes. Afterwards, the caller may change the sources."""
         self._batches = self._planned()
-        work = executor.execute(self._session, self._batches)
+        work = executor.execute(self._session, self._batches, self.clock.deadline)
         for moved in await self.clock.within(work, self._channel):
             if self.clock.measured is not None and moved.transport:
                 volume = self._session.volumes[moved.batch.volume].info.id

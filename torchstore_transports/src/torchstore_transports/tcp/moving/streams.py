@@ -110,6 +110,11 @@ class Streams:
         """Whether at most one transfer is being moved."""
         return len(self._transfers) <= 1
 
+    def moved(self) -> int:
+        """Return how many bytes the connections that are open now have sent and received."""
+        with self._lock:
+            return sum([connection.moved() for connection in self._connections])
+
     def close(self) -> None:
         """Fail all transfers, and end all connections and threads, without waiting."""
         with self._lock:

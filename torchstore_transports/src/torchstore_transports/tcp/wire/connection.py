@@ -25,6 +25,8 @@ __all__ = ["STALL_S", "Connection", "tune"]
 STALL_S = 20.0
 _KEEP_IDLE_S, _KEEP_INTERVAL_S, _KEEP_PROBES = 10, 5, 3
 _IOV_MAX = 1024
+# ``tcpi_bytes_acked`` and ``tcpi_bytes_received`` in the ``tcp_info`` of linux/tcp.h.
+_TCP_INFO = struct.Struct("=120xQQ")
 # With TLS every call copies anyway, so small rows are joined, up to this many bytes.
 _JOINED_BYTES = 64 << 10
 
@@ -219,6 +221,16 @@ class Connection:
                 raise ConnectionAbortedError("the segment has ended")
             offset += sent
             nbytes -= sent
+
+    def moved(self) -> int:
+        """Return how many bytes the peer has acknowledged and sent. From any thread; 0 once the
+        connection is closed.
+        """
+        try:
+            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        except OSError:
+            return 0
+        return sum(_TCP_INFO.unpack(info)) if len(info) == _TCP_INFO.size else 0
 
     # ---- ending ---------------------------------------------------------------------------
 
