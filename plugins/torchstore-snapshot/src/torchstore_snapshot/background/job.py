@@ -100,7 +100,9 @@ class WrittenTake:
         if begin.metered:
             self._news = _News(self._connection, begin.job)
         advance = None if self._news is None else self._news.advance
-        self._files = OpenFiles(self._storage, files, begin.threads, advance)
+        self._files = OpenFiles(
+            self._storage, files, durable=begin.fsync, threads=begin.threads, advance=advance
+        )
 
     def _opened(self) -> tuple[m.Begin, OpenFiles]:
         if self._begin is None or self._files is None:
@@ -118,7 +120,7 @@ class WrittenTake:
     def _finish(self) -> None:
         begin, files = self._opened()
         join = self._join
-        digests = files.close(durable=begin.fsync)
+        digests = files.close()
         if self._news is not None:
             self._news.send()
         options = TakeOptions(overwrite=begin.overwrite, fsync=begin.fsync)

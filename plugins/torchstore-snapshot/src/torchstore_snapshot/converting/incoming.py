@@ -181,7 +181,10 @@ def _write_part(begun: Take, rank: int, members: Sequence[Member], written: list
             units.append(Unit(number, 0))
     files = plan_files(items, units, begun.take, rank, begun.options.file_max)
     layouts = [(file.name, file.layout) for file in files]
-    opened = OpenFiles(open_storage(begun.url), layouts, begun.options.threads)
+    options = begun.options
+    opened = OpenFiles(
+        open_storage(begun.url), layouts, durable=options.fsync, threads=options.threads
+    )
 
     def sources() -> Iterator[Source]:
         for index, file in enumerate(files):
@@ -190,7 +193,7 @@ def _write_part(begun: Take, rank: int, members: Sequence[Member], written: list
 
     try:
         opened.write(sources())
-        digests = opened.close(durable=begun.options.fsync)
+        digests = opened.close()
     except BaseException:
         opened.abort()
         raise

@@ -181,7 +181,7 @@ def to_safetensors(
     ]
     storage = LocalStorage(folder)
     storage.prepare(durable=fsync)
-    opened = OpenFiles(storage, layouts)
+    opened = OpenFiles(storage, layouts, durable=fsync)
 
     def sources() -> Iterator[Source]:
         for index, members in enumerate(groups):
@@ -194,7 +194,7 @@ def to_safetensors(
 
     try:
         opened.write(sources())
-        opened.close(durable=fsync)
+        opened.close()
     except BaseException:
         opened.abort()
         raise

@@ -181,10 +181,12 @@ class SnapshotStorageWriter(AtPath, StorageWriter):
         storage = open_storage(self.checkpoint_id)
         if files and self._claim is None:
             self._begin_claim(storage)
-        opened = OpenFiles(storage, layouts, self._options.threads)
+        opened = OpenFiles(
+            storage, layouts, durable=self._options.fsync, threads=self._options.threads
+        )
         try:
             opened.write(sources_of(items, members, files, planner))
-            digests = opened.close(durable=self._options.fsync)
+            digests = opened.close()
         except BaseException:
             opened.abort()
             self._end_claim()

@@ -222,7 +222,7 @@ def _hash_read(files: Files | Fetched, of: Range, start: int, nbytes: int, limit
         part = scratch[: min(len(scratch), nbytes - at)]
         try:
             reader.read_into(start + at, part)
-        except EOFError as error:
-            raise files.corrupt(of.piece.file, "became shorter", of.path) from error
+        except (EOFError, FileNotFoundError) as error:
+            raise files.corrupt(of.piece.file, "became shorter, or was removed", of.path) from error
         hasher.update(part)
     return hasher.digest()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torchstore_snapshot.errors import SnapshotCorruptError
 from torchstore_snapshot.format.manifest import Piece
-from torchstore_snapshot.restoring.files import Files
+from torchstore_snapshot.restoring.files import Files, Rows
 from torchstore_snapshot.storage.base import Reader
 from torchstore_snapshot.threads import run_tasks
 
@@ -163,10 +163,10 @@ class Fetched:
         """What is needed is in memory already."""
 
     def window(
-        self, index: int, start: int, nbytes: int, *, sparse: bool = False
+        self, index: int, start: int, nbytes: int, rows: Rows | None = None
     ) -> memoryview | None:
         """See :meth:`Files.window`: a range, if it was read."""
-        del sparse
+        del rows
         held = self._held.get(index)
         return None if held is None else held.window(start, nbytes)
 

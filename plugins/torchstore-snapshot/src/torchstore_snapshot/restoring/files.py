@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
 from types import TracebackType
+from typing import NamedTuple
 
 from torchstore_snapshot.errors import SnapshotCorruptError
 from torchstore_snapshot.format.manifest import Manifest, Piece
 from torchstore_snapshot.restoring.mappings import expect_ranges, populate
 from torchstore_snapshot.storage.base import Maps, Reader, Storage
 
-__all__ = ["Files"]
+__all__ = ["Files", "Rows"]
 
 # From this share of a file on, all of it may be read ahead.
 _MOST = 0.9
+
+
+class Rows(NamedTuple):
+    """Which parts of a range of bytes are needed: the first ``nbytes`` of each ``stride``."""
+
+    nbytes: int
+    stride: int
 
 
 class Files:
@@ -106,21 +115,21 @@ class Files:
                 expect_ranges(memoryview(whole))
 
     def window(
-        self, index: int, start: int, nbytes: int, *, sparse: bool = False
+        self, index: int, start: int, nbytes: int, rows: Rows | None = None
     ) -> memoryview | None:
         """Return a range of a mapped file; None if the file is not mapped, or not all of the range
         can be read (then reading it says why).
 
         Args:
-            sparse: not all of it is needed, so it is read only as it is accessed. Otherwise, all of
-                it is in memory when this returns.
+            rows: which parts of it are needed; None: all of it. These are in memory when this
+                returns.
         """
         whole = self._mapped.get(index)
         if whole is None or not nbytes:
             return None
-        first = start - start % mmap.PAGESIZE
-        if not sparse and not populate(whole[first : start + nbytes]):
-            return None
+        for begin, end in _needed(start, nbytes, rows):
+            if not populate(whole[begin - begin % mmap.PAGESIZE : end]):
+                return None
         return whole[start : start + nbytes]
 
     def corrupt(self, index: int, what: str, path: str | None = None) -> SnapshotCorruptError:
@@ -136,3 +145,14 @@ class Files:
     def damaged(self, piece: Piece, path: str) -> SnapshotCorruptError:
         """Return the error for a piece whose hash is wrong."""
         return self.corrupt(piece.file, f"has other bytes of {path!r} than were written", path)
+
+
+def _needed(start: int, nbytes: int, rows: Rows | None) -> Iterator[tuple[int, int]]:
+    """The first byte and the end of what has to be read of a range: rows that are at most a page
+    apart are read together.
+    """
+    if rows is None or rows.stride - rows.nbytes <= mmap.PAGESIZE:
+        yield start, start + nbytes
+        return
+    for begin in range(start, start + nbytes, rows.stride):
+        yield begin, min(begin + rows.nbytes, start + nbytes)

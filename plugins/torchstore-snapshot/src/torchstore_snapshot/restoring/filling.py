@@ -17,7 +17,7 @@ from torchstore_snapshot.format.manifest import Piece
 from torchstore_snapshot.progress import Advance
 from torchstore_snapshot.restoring.checking import Limits, Range, checkable
 from torchstore_snapshot.restoring.fetching import Fetched
-from torchstore_snapshot.restoring.files import Files
+from torchstore_snapshot.restoring.files import Files, Rows
 from torchstore_snapshot.restoring.mappings import address_of
 from torchstore_snapshot.taking.writing import bytes_of
 
@@ -56,6 +56,20 @@ class Read(NamedTuple):
         first = sum(o * s for o, s in zip(inner.offset, strides, strict=True))
         last = sum((e - 1) * s for e, s in zip(inner.end, strides, strict=True))
         return self.piece.start + first * itemsize, self.piece.start + (last + 1) * itemsize
+
+    @property
+    def rows(self) -> Rows | None:
+        """Which parts of the span are read: a row for each index of the box's first dimension that
+        has several. None if it has none.
+        """
+        strides = strides_of(self.source.shape)
+        several = [d for d, extent in enumerate(self.box.shape) if extent > 1]
+        if not several:
+            return None
+        first = several[0]
+        last = sum((self.box.shape[d] - 1) * strides[d] for d in several[1:])
+        itemsize = self.target.itemsize
+        return Rows((last + 1) * itemsize, strides[first] * itemsize)
 
     @property
     def range(self) -> Range | None:
@@ -162,8 +176,8 @@ def _fill(
 def _read(files: Files | Fetched, read: Read, start: int, buffer: memoryview | bytearray) -> None:
     try:
         files.reader(read.piece.file).read_into(start, buffer)
-    except EOFError as error:
-        raise files.corrupt(read.piece.file, "became shorter", read.path) from error
+    except (EOFError, FileNotFoundError) as error:
+        raise files.corrupt(read.piece.file, "became shorter, or was removed", read.path) from error
 
 
 def _scatter(
@@ -177,7 +191,7 @@ def _scatter(
     for part in _cut(read._replace(target=target), limits.nbytes):
         view = part.target
         begin, end = part.span
-        buffer: Any = files.window(read.piece.file, begin, end - begin, sparse=True)
+        buffer: Any = files.window(read.piece.file, begin, end - begin, part.rows)
         if buffer is None:
             buffer = bytearray(end - begin)
             _read(files, read, begin, buffer)

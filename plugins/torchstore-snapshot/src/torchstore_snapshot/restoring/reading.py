@@ -246,8 +246,8 @@ def read_piece(files: Files, path: str, piece: Piece) -> bytes:
     data = bytearray(piece.nbytes)
     try:
         files.reader(piece.file).read_into(piece.start, data)
-    except EOFError as error:
-        raise files.corrupt(piece.file, "became shorter", path) from error
+    except (EOFError, FileNotFoundError) as error:
+        raise files.corrupt(piece.file, "became shorter, or was removed", path) from error
     if digest_of(data, files.block(piece.file)) != piece.digest:
         raise files.damaged(piece, path)
     return bytes(data)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,12 +13,10 @@ from typing import Any
 from torchstore_snapshot.errors import NotAtomicError
 from torchstore_snapshot.format.paths import new_take_id, temporary
 from torchstore_snapshot.storage.base import FileInfo
+from torchstore_snapshot.storage.descriptors import OpenForReading
+from torchstore_snapshot.storage.mapping import map_file
 
 __all__ = ["LocalReader", "LocalStorage", "LocalWriter"]
-
-# Fills the page tables of a mapping, without making private copies, and reports what cannot be read
-# as an error, where an access would end the process by SIGBUS. Since Linux 5.14; EINVAL before.
-_MADV_POPULATE_READ = 22
 
 # What file systems and kernels answer that do not know a call, or a flag of it.
 _UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY}
@@ -70,42 +67,31 @@ class LocalWriter:
 
 
 class LocalReader:
-    """An open file."""
+    """A file that is read; see :class:`.OpenForReading`. Mappings of it need no open file."""
 
     def __init__(self, path: str) -> None:
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._nbytes = os.fstat(self._file).st_size
+        self._file = OpenForReading(path)
 
     @property
     def nbytes(self) -> int:
-        return self._nbytes
+        return self._file.nbytes
 
     def read_into(self, offset: int, buffer: Any) -> None:
         rest = memoryview(buffer)
-        while rest.nbytes:
-            count = os.preadv(self._file, [rest], offset)
-            if count == 0:
-                raise EOFError(f"the file ends {rest.nbytes} bytes too early")
-            offset += count
-            rest = rest[count:]
+        with self._file.opened() as file:
+            while rest.nbytes:
+                count = os.preadv(file, [rest], offset)
+                if count == 0:
+                    raise EOFError(f"the file ends {rest.nbytes} bytes too early")
+                offset += count
+                rest = rest[count:]
 
     def map(self, offset: int, nbytes: int, *, populate: bool) -> Any:
-        start = offset - offset % mmap.ALLOCATIONGRANULARITY
-        mapped = mmap.mmap(
-            self._file,
-            offset + nbytes - start,
-            flags=mmap.MAP_PRIVATE,
-            prot=mmap.PROT_READ | mmap.PROT_WRITE,
-            offset=start,
-        )
-        if populate:
-            mapped.madvise(_MADV_POPULATE_READ)
-        return memoryview(mapped)[offset - start :]
+        with self._file.opened() as file:
+            return map_file(file, offset, nbytes, populate=populate)
 
     def close(self) -> None:
-        file, self._file = self._file, -1
-        if file >= 0:
-            os.close(file)
+        self._file.close()
 
 
 class LocalStorage:

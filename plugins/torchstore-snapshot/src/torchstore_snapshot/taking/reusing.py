@@ -15,7 +15,8 @@ from torchstore_snapshot.series.survey import folder_name
 from torchstore_snapshot.storage.base import FileInfo, Storage
 from torchstore_snapshot.taking.collecting import Item
 from torchstore_snapshot.taking.planning import Unit
-from torchstore_snapshot.taking.writing import hash_strided, source_of
+from torchstore_snapshot.taking.strided import hash_strided
+from torchstore_snapshot.taking.writing import source_of
 from torchstore_snapshot.threads import run_tasks
 
 __all__ = ["Reused", "find_unchanged"]

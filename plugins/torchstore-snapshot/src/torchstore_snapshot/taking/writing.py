@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import xxhash
 
-from torchstore_core.clients.values.tensors import address_of, byte_like
-from torchstore_snapshot.format.hashes import BLOCK, Digest, block_hash, summed
+from torchstore_snapshot.format.hashes import BLOCK, Digest, summed
 from torchstore_snapshot.format.safetensors_files import Layout
 from torchstore_snapshot.progress import Advance
 from torchstore_snapshot.stopping import check
 from torchstore_snapshot.storage.base import Storage, Writer
 from torchstore_snapshot.taking.collecting import Item, LocalPiece
 from torchstore_snapshot.taking.planning import PlannedFile, Unit
+from torchstore_snapshot.taking.strided import bytes_of, write_strided
 from torchstore_snapshot.threads import run_tasks
 
-__all__ = ["Fetch", "OpenFiles", "Source", "bytes_of", "hash_strided", "source_of", "write_files"]
+__all__ = ["Fetch", "OpenFiles", "Source", "bytes_of", "source_of", "write_files"]
 
 # Bytes that are hashed and then written at a time: what was hashed is still in the cache when it is
 # written. Steps end at multiples of this in the file, so that the page cache gets huge pages, which
@@ -52,41 +52,57 @@ class Source(NamedTuple):
     owner: Any = None
 
 
+class _File:
+    """A file while it is written, and the hashes of what is in it.
+
+    Args:
+        name, layout: what it is.
+
+    Attributes:
+        writer: there is one from its first byte on.
+        left: how many bytes are still to be written, with the header.
+        finished: whether the writer was closed.
+    """
+
+    def __init__(self, name: str, layout: Layout) -> None:
+        self.name, self.layout = name, layout
+        self.writer: Writer | None = None
+        self.left = layout.nbytes
+        self.finished = False
+        self.hashes: list[list[bytes]] = [[] for _ in layout.starts]
+
+
 class OpenFiles:
-    """The files of a take while they are written.
+    """The files of a take while they are written. Each is opened when its first bytes are, and
+    finished as soon as it is whole: there may be more files than a process may have open.
 
     Args:
         files: the names and layouts of the files.
+        durable: flush the files, so that they would survive a power failure.
         threads: how many threads write; None: the number of copy threads.
         advance: told how many bytes were written.
-
-    Raises:
-        OSError: a file cannot be created; then none is left.
     """
 
     def __init__(
         self,
         storage: Storage,
         files: Sequence[tuple[str, Layout]],
+        *,
+        durable: bool,
         threads: int | None = None,
         advance: Advance | None = None,
     ) -> None:
         self._advance = advance
         self._storage = storage
-        self._files = files
+        self._files = [_File(name, layout) for name, layout in files]
+        self._durable = durable
         self._threads = threads
-        self._writers: list[Writer] = []
-        self._hashes: list[list[list[bytes]]] = [[[] for _ in file.starts] for _, file in files]
-        self._begun: set[int] = set()
-        try:
-            self._writers.extend(storage.create(name, file.nbytes) for name, file in files)
-        except BaseException:
-            self.abort()
-            raise
+        self._lock = threading.Lock()
+        self._in_order = False
 
     def write(self, sources: Iterable[Source]) -> None:
-        """Write some of the files' contents. Where a file must be written in order, the sources of
-        all calls must be in that order.
+        """Write some of the files' contents, one file after the other, so that few are open at a
+        time. Where a file must be written in order, the sources of all calls must be in that order.
 
         Raises:
             OSError: the storage failed.
@@ -94,16 +110,87 @@ class OpenFiles:
         """
         run_tasks(self._tasks(sources), self._threads)
 
-    def _write_tensor(
-        self, writer: Writer, start: int, tensor: torch.Tensor, digests: list[bytes]
-    ) -> None:
-        _write_strided(writer, start, tensor, digests)
+    def close(self) -> list[list[Digest]]:
+        """Finish all files. Returns, for each file, the hashes of its tensors, in order.
+
+        Raises:
+            OSError: the storage failed.
+        """
+        rest = [file for file in self._files if not file.finished]
+        run_tasks([functools.partial(self._finish_empty, file) for file in rest], self._threads)
+        return [[summed(unit) for unit in file.hashes] for file in self._files]
+
+    def abort(self) -> None:
+        """Remove all files, whatever has been written. Never raises."""
+        begun = [(file.name, file.writer) for file in self._files if file.writer is not None]
+        for _, writer in begun:
+            writer.abort()
+        for name, _ in begun:  # those that were closed already
+            try:
+                self._storage.delete(name)
+            except OSError:
+                return  # a failed take's leavings are invisible, and gc collects them
+
+    def _tasks(self, sources: Iterable[Source]) -> Iterator[Callable[[], None]]:
+        in_order: dict[int, list[Source]] = {}
+        for source in sources:
+            file = self._files[source.file]
+            if file.writer is None and not self._in_order:
+                self._begin(file)
+                if not self._in_order:
+                    yield functools.partial(self._write_header, file)
+            if self._in_order:
+                in_order.setdefault(source.file, []).append(source)
+                continue
+            data = source.data
+            if isinstance(data, torch.Tensor):
+                yield functools.partial(self._write_tensor, file, source.unit, data)
+                continue
+            number, found = source.begin // BLOCK, file.hashes[source.unit]
+            at = file.layout.starts[source.unit] + source.begin
+            for block in _blocks_of([data] if isinstance(data, memoryview) else data):
+                found.extend(b"" for _ in range(number + 1 - len(found)))
+                yield functools.partial(self._write, file, at, block, found, number, source.owner)
+                number, at = number + 1, at + BLOCK
+        for index, mine in in_order.items():
+            yield functools.partial(self._write_in_order, self._files[index], mine)
+
+    def _write_in_order(self, file: _File, sources: list[Source]) -> None:
+        if file.writer is None:
+            self._begin(file)
+        if file.left == file.layout.nbytes:
+            self._write_header(file)
+        starts = file.layout.starts
+        for source in sorted(sources, key=lambda s: (starts[s.unit], s.begin)):
+            data = source.data
+            if isinstance(data, torch.Tensor):
+                self._write_tensor(file, source.unit, data)
+                continue
+            found, at = file.hashes[source.unit], starts[source.unit] + source.begin
+            for block in _blocks_of([data] if isinstance(data, memoryview) else data):
+                found.append(b"")
+                self._write(file, at, block, found, len(found) - 1, source.owner)
+                at += BLOCK
+
+    def _begin(self, file: _File) -> Writer:
+        writer = file.writer = self._storage.create(file.name, file.layout.nbytes)
+        self._in_order = not writer.random_access
+        return writer
+
+    def _write_header(self, file: _File) -> None:
+        writer = file.writer or self._begin(file)
+        writer.write(0, file.layout.header)
+        self._written(file, len(file.layout.header))
+
+    def _write_tensor(self, file: _File, unit: int, tensor: torch.Tensor) -> None:
+        write_strided(file.writer, file.layout.starts[unit], tensor, file.hashes[unit])
+        self._written(file, tensor.nbytes)
         if self._advance is not None:
             self._advance(tensor.nbytes)
 
     def _write(
         self,
-        writer: Writer,
+        file: _File,
         start: int,
         block: list[memoryview],
         digests: list[bytes],
@@ -118,80 +205,36 @@ class OpenFiles:
             while at < part.nbytes:
                 step = part[at : at + _STEP - start % _STEP]
                 hasher.update(step)
-                writer.write(start, step)
+                if file.writer is not None:
+                    file.writer.write(start, step)
                 start += step.nbytes
                 at += step.nbytes
         digests[number] = hasher.digest()
+        self._written(file, start - begin)
         if self._advance is not None:
             self._advance(start - begin)
 
-    def close(self, *, durable: bool) -> list[list[Digest]]:
-        """Finish all files. Returns, for each file, the hashes of its tensors, in order.
+    def _written(self, file: _File, nbytes: int) -> None:
+        """Count what was written; the last to do so finishes the file."""
+        if not nbytes:
+            return
+        with self._lock:
+            file.left -= nbytes
+            whole = not file.left
+        if whole:
+            self._finish(file)
 
-        Args:
-            durable: flush the files, so that they would survive a power failure.
+    def _finish(self, file: _File) -> None:
+        if file.writer is not None:
+            file.writer.close(durable=self._durable)
+            file.finished = True
 
-        Raises:
-            OSError: the storage failed.
-        """
-        self.write([])
-        tasks = [functools.partial(writer.close, durable=durable) for writer in self._writers]
-        run_tasks(tasks, self._threads)
-        return [[summed(unit) for unit in file] for file in self._hashes]
-
-    def abort(self) -> None:
-        """Remove all files, whatever has been written. Never raises."""
-        for writer in self._writers:
-            writer.abort()
-        for name, _ in self._files[: len(self._writers)]:  # those that were closed already
-            try:
-                self._storage.delete(name)
-            except OSError:
-                return  # a failed take's leavings are invisible, and gc collects them
-
-    def _tasks(self, sources: Iterable[Source]) -> Iterator[Callable[[], None]]:
-        in_order: dict[int, list[Source]] = {}
-        for index, writer in enumerate(self._writers):
-            if not writer.random_access:
-                in_order[index] = []
-            elif index not in self._begun:
-                self._begun.add(index)
-                yield functools.partial(writer.write, 0, self._files[index][1].header)
-        for source in sources:
-            if source.file in in_order:
-                in_order[source.file].append(source)
-                continue
-            writer = self._writers[source.file]
-            start = self._files[source.file][1].starts[source.unit]
-            found = self._hashes[source.file][source.unit]
-            data = source.data
-            if isinstance(data, torch.Tensor):
-                yield functools.partial(self._write_tensor, writer, start, data, found)
-                continue
-            number, at = source.begin // BLOCK, start + source.begin
-            for block in _blocks_of([data] if isinstance(data, memoryview) else data):
-                found.extend(b"" for _ in range(number + 1 - len(found)))
-                yield functools.partial(self._write, writer, at, block, found, number, source.owner)
-                number, at = number + 1, at + BLOCK
-        for index, mine in in_order.items():
-            yield functools.partial(self._write_in_order, index, mine)
-
-    def _write_in_order(self, index: int, sources: list[Source]) -> None:
-        writer, layout = self._writers[index], self._files[index][1]
-        if index not in self._begun:
-            self._begun.add(index)
-            writer.write(0, layout.header)
-        for source in sorted(sources, key=lambda s: (layout.starts[s.unit], s.begin)):
-            start, data = layout.starts[source.unit], source.data
-            found = self._hashes[index][source.unit]
-            if isinstance(data, torch.Tensor):
-                self._write_tensor(writer, start, data, found)
-                continue
-            at = start + source.begin
-            for block in _blocks_of([data] if isinstance(data, memoryview) else data):
-                found.append(b"")
-                self._write(writer, at, block, found, len(found) - 1, source.owner)
-                at += BLOCK
+    def _finish_empty(self, file: _File) -> None:
+        """Finish a file of which nothing was written: it has no data, but a header."""
+        if file.writer is None:
+            self._write_header(file)
+        if not file.finished:
+            self._finish(file)
 
 
 def _blocks_of(parts: list[memoryview]) -> Iterator[list[memoryview]]:
@@ -229,12 +272,13 @@ def write_files(
 
     Returns and raises what :meth:`OpenFiles.close` and :meth:`OpenFiles.write` do.
     """
-    opened = OpenFiles(storage, [(file.name, file.layout) for file in files], threads, advance)
+    layouts = [(file.name, file.layout) for file in files]
+    opened = OpenFiles(storage, layouts, durable=durable, threads=threads, advance=advance)
     try:
         for batch in _batches(items, files):
             check()
             opened.write(_sources(items, batch, fetch))
-        return opened.close(durable=durable)
+        return opened.close()
     except BaseException:
         opened.abort()
         raise
@@ -290,56 +334,3 @@ def source_of(item: Item, unit: Unit) -> memoryview | torch.Tensor:
     if tensor.is_cpu and tensor.is_contiguous():
         return bytes_of(f"{item.key}/{item.name}", tensor)
     return tensor
-
-
-def bytes_of(path: str, tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the host. The caller keeps the tensor alive."""
-    address = address_of(path, tensor)
-    if not tensor.nbytes:
-        return memoryview(b"")
-    raw: Any = (ctypes.c_char * tensor.nbytes).from_address(address)
-    return memoryview(raw).cast("B")
-
-
-def _write_strided(
-    writer: Writer | None, start: int, tensor: torch.Tensor, digests: list[bytes]
-) -> None:
-    """Write a tensor through a buffer of about one block."""
-    pending = bytearray()
-    for rows in _groups_of_rows(tensor):
-        packed = byte_like(rows).cpu().contiguous()
-        pending += bytes_of("", packed)
-        while len(pending) >= BLOCK:
-            start = _write_block(writer, start, pending, BLOCK, digests)
-        del packed
-    if pending or not digests:
-        _write_block(writer, start, pending, len(pending), digests)
-
-
-def hash_strided(tensor: torch.Tensor, digests: list[bytes]) -> None:
-    """Append the hashes of a tensor's blocks, which are the same as when it is written."""
-    _write_strided(None, 0, tensor, digests)
-
-
-def _write_block(
-    writer: Writer | None, start: int, pending: bytearray, nbytes: int, digests: list[bytes]
-) -> int:
-    block = bytes(memoryview(pending)[:nbytes])
-    if writer is not None:
-        writer.write(start, block)
-    digests.append(block_hash(block))
-    del pending[:nbytes]
-    return start + nbytes
-
-
-def _groups_of_rows(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Views of a tensor, of about one block each, in row-major order."""
-    if tensor.nbytes <= BLOCK or not tensor.dim():
-        yield tensor
-        return
-    row = tensor.nbytes // tensor.shape[0]
-    if row > BLOCK:
-        for part in tensor:
-            yield from _groups_of_rows(part)
-        return
-    yield from tensor.split(max(1, BLOCK // row))
