@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -191,3 +193,28 @@ def test_a_conversion_beside_the_map_of_another_model(tmp_path: Path) -> None:
     with pytest.raises(ForeignFileError, match=path.name):
         convert(tmp_path / "source", tmp_path / "s")
     assert contents(tmp_path / "s") == {path.name: THEIRS}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_simultaneous_takes_leave_the_files_of_one(tmp_path: Path, overwrite: bool) -> None:
+    meeting = threading.Barrier(2)
+
+    class Waits(StateDict):
+        def state_dict(self) -> dict[str, Any]:
+            meeting.wait(30)  # both have seen that there is no snapshot
+            return super().state_dict()
+
+    def take(fill: float) -> str:
+        state = {"m": Waits(w=torch.full((3000,), fill))}
+        try:
+            Snapshot.take(tmp_path / "s", state, fsync=False, overwrite=overwrite)
+        except SnapshotExistsError:
+            return "exists"
+        return "taken"
+
+    with ThreadPoolExecutor(2) as pool:
+        said = sorted(pool.map(take, (1.0, 2.0)))
+    assert said == (["taken"] * 2 if overwrite else ["exists", "taken"])
+    files = {path.name for path in (tmp_path / "s").glob("*.safetensors")}
+    assert files == {file.name for file in Snapshot(tmp_path / "s").manifest.files}
+    assert not Snapshot(tmp_path / "s").verify()

@@ -23,7 +23,7 @@ from torchstore_snapshot.converting.incoming import (
 from torchstore_snapshot.errors import SnapshotFormatError, SnapshotNotFoundError
 from torchstore_snapshot.format.manifest import Entry, Manifest, TensorEntry
 from torchstore_snapshot.format.paths import check_file_name
-from torchstore_snapshot.format.safetensors_files import DTYPES, Stored, group, lay_out
+from torchstore_snapshot.format.safetensors_files import DTYPES, RESERVED, Stored, group, lay_out
 from torchstore_snapshot.restoring.files import Files
 from torchstore_snapshot.restoring.reading import empty_for, execute, plan_reads
 from torchstore_snapshot.storage.local import LocalReader, LocalStorage
@@ -137,7 +137,7 @@ def _header(reader: LocalReader, where: str) -> tuple[int, dict[str, _Described]
         text = bytearray(length)
         reader.read_into(8, text)
         parts = _headers.decode(text)
-        described = {n: _tensor.decode(raw) for n, raw in parts.items() if n != "__metadata__"}
+        described = {n: _tensor.decode(raw) for n, raw in parts.items() if n != RESERVED}
     except (EOFError, msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
         raise SnapshotFormatError(
             f"{where!r} is no safetensors file: {error}", details={"path": where}
@@ -169,6 +169,10 @@ def to_safetensors(
     entries = _tensors(manifest.of_rank(rank), key, files.url)
     names = [*entries]
     for name, entry in entries.items():
+        if name == RESERVED:
+            raise UnsupportedValueError(
+                f"no tensor in a safetensors file can have the name {name!r}", key=name
+            )
         if entry.dtype not in DTYPES:
             raise UnsupportedValueError(
                 f"{name!r} is {entry.dtype}, which safetensors does not have", key=name

@@ -15,12 +15,16 @@ from typing import NamedTuple
 
 import msgspec
 
-__all__ = ["ALIGNMENT", "DTYPES", "FILE_MAX", "Layout", "Stored", "group", "lay_out"]
+__all__ = ["ALIGNMENT", "DTYPES", "FILE_MAX", "Layout", "Stored", "group"]
+__all__ += ["RESERVED", "lay_out"]
 
 #: Bytes at a multiple of which the data of a file begins: a page.
 ALIGNMENT = 4096
 #: Bytes of data in one file, unless a single tensor is larger.
 FILE_MAX = 2 << 30
+
+#: No tensor has this name: it is that of the description of a file in its header.
+RESERVED = "__metadata__"
 
 #: What safetensors calls the dtypes that it has.
 DTYPES = {
@@ -40,6 +44,8 @@ DTYPES = {
     "complex64": "C64",
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
 }
 
 
@@ -69,7 +75,8 @@ class Layout(NamedTuple):
 
 
 def lay_out(tensors: Sequence[Stored]) -> Layout:
-    """Plan a file that contains ``tensors``, each with a name of its own. A dtype that safetensors
+    """Plan a file that contains ``tensors``, each with a name of its own, but not
+    :data:`RESERVED`. A dtype that safetensors
     does not have is stored as its bytes.
 
     >>> layout = lay_out([Stored("a", "float32", (3,), 12), Stored("b", "float32", (16,), 64)])
@@ -77,7 +84,7 @@ def lay_out(tensors: Sequence[Stored]) -> Layout:
     (4096, [4160, 4096], 4172)
     """
     order = sorted(range(len(tensors)), key=lambda i: -_alignment(tensors[i].nbytes))
-    described: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    described: dict[str, object] = {RESERVED: {"format": "pt"}}
     relative = [0] * len(tensors)
     position = 0
     for i in order:

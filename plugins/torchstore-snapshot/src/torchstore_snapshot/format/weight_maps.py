@@ -11,6 +11,7 @@ import xxhash
 
 from torchstore_snapshot.format.manifest import Manifest, TensorEntry
 from torchstore_snapshot.format.paths import plain_name, take_of
+from torchstore_snapshot.format.safetensors_files import RESERVED
 
 __all__ = ["MAP", "map_name", "weight_maps", "written_by_a_take"]
 
@@ -73,6 +74,8 @@ def weight_maps(manifest: Manifest) -> dict[str, bytes]:
             piece = entry.pieces[0]
             file = manifest.files[piece.file]
             if file.snapshot or take_of(file.name) != manifest.take:
+                break
+            if name == RESERVED:  # it has another name in its file
                 break
             if piece.nbytes and (piece.file, piece.start) in seen:
                 continue  # tied to an earlier one, whose name is the one in the file

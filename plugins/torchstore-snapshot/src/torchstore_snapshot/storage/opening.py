@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from urllib.parse import unquote_to_bytes
 
 from torchstore_core.errors import ConfigurationError
 from torchstore_snapshot.errors import SnapshotNotFoundError
@@ -20,18 +22,44 @@ def open_storage(path: str | os.PathLike[str]) -> Storage:
     """Return the storage of the snapshot at a path or URL, whether or not there is a snapshot.
 
     Raises:
-        ConfigurationError: the URL's scheme is unknown, the package for it is not installed, or the
-            path is no path.
+        ConfigurationError: the URL's scheme is unknown, the package for it is not installed, the
+            path is no path, or a URL of a local folder names another host or a relative path.
     """
     text: object = os.fspath(path)
     if not isinstance(text, str) or not text or "\0" in text:
         raise ConfigurationError(f"the path of a snapshot is a str, not {text!r}")
-    scheme, separator, rest = text.partition("://")
-    if not separator:
+    local = _LOCAL.match(text)
+    if local is not None:
+        return LocalStorage(_path_of(text, text[local.end() :]))
+    if "://" not in text:
         return LocalStorage(text)
-    if scheme in ("file", "local"):
-        return LocalStorage(rest)
     return RemoteStorage.at(text)
+
+
+# What the URLs of local files begin with; RFC 8089 has file:/path, too.
+_LOCAL = re.compile(r"file:|local:(?=//)", re.IGNORECASE)
+
+
+def _path_of(url: str, rest: str) -> str:
+    """Return the path that a URL of a local file means."""
+    path = rest
+    if rest.startswith("//"):
+        host, slash, path = rest[2:].partition("/")
+        path = slash + path
+        if host and host.lower() != "localhost":
+            raise ConfigurationError(
+                f"{url!r} names the host {host!r}; the URL of a local folder is file:// and an "
+                "absolute path, which begins with a slash"
+            )
+    if not path.startswith("/"):
+        raise ConfigurationError(
+            f"{url!r} has no absolute path; the URL of a local folder is file:// and an absolute "
+            "path, which begins with a slash; write a relative path without file:"
+        )
+    decoded = unquote_to_bytes(path)
+    if b"\0" in decoded:
+        raise ConfigurationError(f"the path of {url!r} contains a null byte")
+    return os.fsdecode(decoded)
 
 
 def read_manifest(storage: Storage) -> Manifest:

@@ -16,6 +16,7 @@ from torchstore_core.clients.values import nesting
 from torchstore_core.clients.values.codec import encode_object
 from torchstore_core.clients.values.sharding import is_dtensor, is_sharded, local_parts
 from torchstore_core.clients.values.tensors import describe, dtype_name, storable
+from torchstore_core.errors import UnsupportedValueError
 from torchstore_core.values import TensorSlice
 from torchstore_snapshot.api.stateful import AppState, RNGState, checked
 
@@ -103,6 +104,7 @@ def collect(
     if rng is not None:  # whatever the calls of state_dict() drew
         rng[0].load_state_dict(rng[1])
     items = collect_values(states, replicated, common, allow_pickle=allow_pickle)
+    _refuse_ambiguous(items)
     return sorted(states), items
 
 
@@ -128,6 +130,8 @@ def collect_values(
         everywhere = common is not None and key in common
         for leaf in nesting.flatten(key, state):
             path = f"{key}/{leaf.name}"
+            if not path.isascii():
+                _refuse_surrogates(path)
             shared = (everywhere and leaf.name not in (exceptions or ())) or matches(
                 path, replicated
             )
@@ -144,6 +148,30 @@ def collect_values(
                 made = made._replace(tied=first)
             items.append(made)
     return items
+
+
+def _refuse_surrogates(path: str) -> None:
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise UnsupportedValueError(
+            f"the name {path!r} cannot be stored: it is no valid Unicode ({error.reason})",
+            key=ascii(path),
+        ) from error
+
+
+def _refuse_ambiguous(items: Sequence[Item]) -> None:
+    """Raise if two entries have one path, because slashes are part of their names."""
+    keys: dict[str, str] = {}
+    for item in items:
+        path = f"{item.key}/{item.name}"
+        other = keys.setdefault(path, item.key)
+        if other != item.key:
+            raise UnsupportedValueError(
+                f"the path {path!r} is that of {path[len(other) + 1 :]!r} in {other!r}, and of "
+                f"{item.name!r} in {item.key!r}; give one of them another name",
+                key=path,
+            )
 
 
 def _tensor_item(

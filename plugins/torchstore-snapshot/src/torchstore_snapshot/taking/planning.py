@@ -13,7 +13,14 @@ import msgspec
 from torchstore_core import boxes
 from torchstore_core.errors import LayoutMismatchError
 from torchstore_snapshot.format.paths import data_file
-from torchstore_snapshot.format.safetensors_files import FILE_MAX, Layout, Stored, group, lay_out
+from torchstore_snapshot.format.safetensors_files import (
+    FILE_MAX,
+    RESERVED,
+    Layout,
+    Stored,
+    group,
+    lay_out,
+)
 from torchstore_snapshot.taking.collecting import Item, LocalPiece
 
 __all__ = ["INLINE_MAX", "Holding", "PlannedFile", "Unit", "check_complete", "holdings"]
@@ -159,14 +166,15 @@ def plan_files(
 ) -> list[PlannedFile]:
     """Distribute what this rank writes over files, each with entries of one state dict.
 
-    Whole tensors keep their names in the file. Parts have their position appended.
+    Whole tensors keep their names in the file, unless safetensors does not allow it. Parts have
+    their position appended.
     """
     by_key: dict[str, list[tuple[Unit, Stored]]] = {}
     used: dict[str, set[str]] = {}
     for unit in units:
         item = items[unit.item]
         stored = _stored(item, unit)
-        names = used.setdefault(item.key, set())
+        names = used.setdefault(item.key, {RESERVED})
         while stored.name in names:
             stored = stored._replace(name=stored.name + "'")
         names.add(stored.name)

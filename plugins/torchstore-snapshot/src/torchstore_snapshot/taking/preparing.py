@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.series.claims import Claim
 from torchstore_snapshot.series.survey import folder_name, references
 from torchstore_snapshot.storage.base import Storage
+from torchstore_snapshot.storage.local import LocalStorage
 from torchstore_snapshot.storage.opening import open_storage, read_manifest
 from torchstore_snapshot.taking.collecting import Item, collect
 from torchstore_snapshot.taking.planning import (
@@ -155,11 +157,11 @@ def agree(
         if check is not None:
             check(storage)
         if ranks.rank == 0:
-            storage.prepare(durable=options.fsync)
             refuse_existing(storage, overwrite=options.overwrite)
         keys, items = collect(app_state, replicated or (), allow_pickle=options.allow_pickle)
         if ranks.rank == 0:
             refuse_foreign_maps(storage, maps_of(items))
+            storage.prepare(durable=options.fsync)
         held, alone = holdings(items) if ranks.size > 1 else ([], 0)
         proposal = _Proposal(storage.url, new_take_id(), held, alone)
         if ranks.rank == 0:
@@ -219,7 +221,7 @@ def _read_base(
     """Read the manifest of the base, after the claim says so."""
     if options.base is None:
         return None
-    base = open_storage(options.base)
+    base = _beside(storage, open_storage(options.base))
     if storage.sibling(folder_name(base)).url != base.url:
         raise ConfigurationError(
             f"the base {options.base!r} is not beside {storage.url!r}; a snapshot refers to "
@@ -228,6 +230,17 @@ def _read_base(
     manifest = read_manifest(base)
     claim.refer(sorted(references(folder_name(base), manifest)), manifest.sequence)
     return base, manifest
+
+
+def _beside(storage: Storage, base: Storage) -> Storage:
+    """Return a base that was given by another path, such as one with a symbolic link, by that of
+    the folder that contains both.
+    """
+    if isinstance(storage, LocalStorage) and isinstance(base, LocalStorage):
+        folder, name = os.path.split(os.path.realpath(base.url))
+        if folder == os.path.realpath(os.path.dirname(storage.url)):
+            return storage.sibling(name)
+    return base
 
 
 def _reuse(

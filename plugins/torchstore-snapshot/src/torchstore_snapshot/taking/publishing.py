@@ -49,6 +49,11 @@ def publish(
     if claim is not None:
         claim.check()
     await_retirement(storage)
+    if options.overwrite:
+        late = replaced(storage)
+        if late is not None and (before is None or late.take != before.take):
+            before = late  # another take was faster, and has removed the one before
+            forget_claims(storage, before)
     sequence = next_sequence(storage, claim.after if claim is not None else 0)
     manifest = msgspec.structs.replace(manifest, sequence=sequence)
     try:
@@ -72,6 +77,10 @@ def publish(
         for name in weight_maps(before).keys() - maps.keys():
             delete_map(storage, name)
         remove_replaced(storage, before)
+    if options.overwrite:
+        now = replaced(storage)  # another take may have replaced this one, without seeing it
+        if now is not None and now.take != take:
+            remove_replaced(storage, manifest)
 
 
 def _flush_reused(storage: Storage, manifest: Manifest) -> None:

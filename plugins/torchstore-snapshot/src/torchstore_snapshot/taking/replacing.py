@@ -8,7 +8,7 @@ neither is a file that no take has written.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -16,6 +16,7 @@ from torchstore_snapshot.errors import (
     ForeignFileError,
     NotAtomicError,
     SnapshotCorruptError,
+    SnapshotError,
     SnapshotExistsError,
     SnapshotFormatError,
     SnapshotVersionError,
@@ -27,7 +28,10 @@ from torchstore_snapshot.format.weight_maps import map_name, written_by_a_take
 from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.taking.collecting import Item
 
-__all__ = ["maps_of", "refuse_existing", "refuse_foreign_maps", "replaced"]
+if TYPE_CHECKING:
+    from torchstore_snapshot.taking.preparing import TakeOptions
+
+__all__ = ["lost_to_another", "maps_of", "refuse_existing", "refuse_foreign_maps", "replaced"]
 
 
 def refuse_existing(storage: Storage, *, overwrite: bool) -> None:
@@ -50,6 +54,19 @@ def refuse_existing(storage: Storage, *, overwrite: bool) -> None:
             )
         return
     replaced(storage)
+
+
+def lost_to_another(storage: Storage, take: str, options: TakeOptions) -> bool:
+    """Whether a take that failed to commit will certainly never be visible: there is a snapshot of
+    another take, which it may not replace.
+    """
+    if options.overwrite:
+        return False
+    try:
+        data = _read(storage)
+        return data is not None and manifests.decode(data, storage.url).take != take
+    except (SnapshotError, OSError):
+        return False
 
 
 def replaced(storage: Storage) -> Manifest | None:

@@ -22,7 +22,12 @@ from torchstore_snapshot.taking.merging import Part, merge, part_of
 from torchstore_snapshot.taking.planning import holdings, plan_files, split_work
 from torchstore_snapshot.taking.preparing import Prepared, TakeOptions, agree, plan, prepare
 from torchstore_snapshot.taking.publishing import publish
-from torchstore_snapshot.taking.replacing import maps_of, refuse_existing, refuse_foreign_maps
+from torchstore_snapshot.taking.replacing import (
+    lost_to_another,
+    maps_of,
+    refuse_existing,
+    refuse_foreign_maps,
+)
 from torchstore_snapshot.taking.writing import Fetch, write_files
 
 __all__ = [
@@ -152,9 +157,13 @@ def take(
         except BaseException as caught:  # noqa: BLE001 - as above
             error = caught
     # After an error from here on, the snapshot may have become visible all the same (the last flush
-    # may be what failed), so its files stay; if it has not, gc collects them.
+    # may be what failed). Unless it certainly has not, its files stay, and gc collects them.
     try:
         ranks.exchange(_Done(), _Done, error)
+    except Exception:
+        if prepared is not None and lost_to_another(storage, prepared.take, options):
+            discard(prepared)
+        raise
     finally:
         if claim is not None:
             claim.release()
@@ -178,10 +187,10 @@ def take_values(
     """
     options.check()
     storage = open_storage(path)
-    storage.prepare(durable=options.fsync)
     refuse_existing(storage, overwrite=options.overwrite)
     items = collect_values(states, allow_pickle=options.allow_pickle, absent=True)
     refuse_foreign_maps(storage, maps_of(items))
+    storage.prepare(durable=options.fsync)
     alone = Ranks.alone()
     units = split_work(items, 0, [holdings(items)])
     name = new_take_id()
@@ -189,7 +198,13 @@ def take_values(
     prepared = Prepared(name, storage.url, alone, sorted(states), items, files, options)
     claim = Claim(storage, name)
     try:
-        commit(storage, name, [write(prepared, fetch)], options, store, claim)
+        part = write(prepared, fetch)
+        try:
+            commit(storage, name, [part], options, store, claim)
+        except Exception:
+            if lost_to_another(storage, name, options):
+                discard(prepared)
+            raise
     finally:
         claim.release()
     return storage.url

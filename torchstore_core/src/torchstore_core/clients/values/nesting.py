@@ -60,7 +60,7 @@ def flatten(key: str, state_dict: Any) -> list[Leaf]:
             leaves.append(Leaf(name, b"", value))
             direct += 1
         else:
-            leaves.extend(_leaves(key, value, (_step(key, name),), known))
+            leaves.extend(_leaves(key, value, (_step(key, name, ()),), known))
     if direct == len(leaves) and "" not in state_dict:  # the keys of a dict are unique
         return leaves
     names = {leaf.name for leaf in leaves}
@@ -109,12 +109,12 @@ def _leaves(key: str, value: Any, path: tuple[Step, ...], known: _Known) -> Iter
         pass  # even if it is a list
     elif isinstance(value, Mapping):
         if known.follows(key, value):
-            steps = [(_step(key, k), inner) for k, inner in value.items()]
+            steps = [(_step(key, k, path), inner) for k, inner in value.items()]
     elif isinstance(value, list | tuple) and known.follows(key, value):
         kind = _LIST if isinstance(value, list) else _TUPLE
         steps = [((kind, i), inner) for i, inner in enumerate(value)]
     if steps is None:
-        name = ".".join(str(s[1]) if isinstance(s, tuple) else str(s) for s in path)
+        name = _joined(path)
         plain = len(path) == 1 and type(path[0]) is str
         try:
             encoded = b"" if plain else _encoder.encode(path)
@@ -136,14 +136,22 @@ def _has_names(value: Any) -> bool:
     return len(value) > 0
 
 
-def _step(key: str, name: object) -> Step:
+def _step(key: str, name: object, path: tuple[Step, ...]) -> Step:
     if isinstance(name, str):
         return str.__str__(name)  # the value of an enum member, not its representation
     if type(name) is int:
         return name
+    where = f" in {_joined(path)!r}" if path else ""
     raise UnsupportedValueError(
-        f"{key!r}: the names of entries are str or int, not {type(name).__qualname__}", key=key
+        f"{key!r}: the names of entries{where} are str or int, and {name!r} is of the type "
+        f"{type(name).__qualname__}",
+        key=key,
     )
+
+
+def _joined(path: Sequence[Step]) -> str:
+    """Return the name of what is at a path."""
+    return ".".join(str(s[1]) if isinstance(s, tuple) else str(s) for s in path)
 
 
 def _holds_tensors(value: Any, seen: set[int], depth: int) -> bool:

@@ -1,0 +1,100 @@
+"""Names of tensors, of keys and of folders that are out of the ordinary."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from torchstore_core.errors import ConfigurationError, UnsupportedValueError
+from torchstore_snapshot import Snapshot, StateDict
+from torchstore_snapshot.converting import convert
+from torchstore_snapshot.format import safetensors_files
+
+
+def test_a_tensor_with_the_name_of_the_header(tmp_path: Path) -> None:
+    state = StateDict(__metadata__=torch.ones(3), w=torch.zeros(2))
+    snapshot = Snapshot.take(tmp_path / "s", {"m": state}, fsync=False)
+    back = snapshot.get_state_dict_for_key("m")
+    assert back["__metadata__"].equal(torch.ones(3))
+    (file,) = (tmp_path / "s").glob("*.safetensors")
+    assert len(load_file(file)) == 2
+    assert not [*(tmp_path / "s").glob("*.index.json")]
+    with pytest.raises(UnsupportedValueError, match="__metadata__"):
+        convert(tmp_path / "s", tmp_path / "out", to="safetensors")
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz])
+def test_dtypes_that_safetensors_did_not_always_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    value = torch.randint(0, 256, (3, 4), dtype=torch.uint8).view(dtype)
+    snapshot = Snapshot.take(tmp_path / "s", {"m": StateDict(w=value)}, fsync=False)
+    (file,) = (tmp_path / "s").glob("*.safetensors")
+    stored = load_file(file)["w"]
+    assert stored.dtype == dtype
+    assert stored.view(torch.uint8).equal(value.view(torch.uint8))
+    monkeypatch.delitem(safetensors_files.DTYPES, str(dtype).removeprefix("torch."))
+    older = Snapshot.take(tmp_path / "older", {"m": StateDict(w=value)}, fsync=False)
+    (file,) = (tmp_path / "older").glob("*.safetensors")
+    assert load_file(file)["w"].dtype == torch.uint8
+    for each in (snapshot, older):
+        back = each.read_object("m/w")
+        assert back.dtype == dtype
+        assert back.view(torch.uint8).equal(value.view(torch.uint8))
+
+
+def test_urls_of_local_folders(tmp_path: Path) -> None:
+    folder = tmp_path / "a b"
+    Snapshot.take(folder, {"m": StateDict(w=torch.ones(2))}, fsync=False)
+    path = str(folder).replace(" ", "%20")
+    for begin in ("file:", "file://", "file://localhost", "FILE://", "local://"):
+        assert Snapshot(begin + path).read_object("m/w").equal(torch.ones(2)), begin
+    for url in ("file:rel", "file://rel", f"file://elsewhere{path}", "local://rel", "file://"):
+        with pytest.raises(ConfigurationError, match="absolute path"):
+            Snapshot.take(url, {"m": StateDict(w=torch.ones(2))})
+
+
+@pytest.mark.parametrize("how", ["take", "async_take"])
+def test_two_entries_with_one_path(tmp_path: Path, how: str) -> None:
+    state = {"a/b": StateDict(c=torch.ones(1)), "a": StateDict(**{"b/c": torch.zeros(2)})}
+    with pytest.raises(UnsupportedValueError, match="'b/c' in 'a'") as caught:
+        getattr(Snapshot, how)(tmp_path / "s", state)
+    assert caught.value.key == "a/b/c"
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("nested", "named"),
+    [
+        ({1: torch.ones(1), "1": torch.ones(2)}, "x.1"),
+        ({None: torch.ones(1)}, "'x' are str or int, and None"),
+        ({(1, 2): torch.ones(1)}, "'x' are str or int, and (1, 2)"),
+        ({"y": {None: torch.ones(1)}}, "x.y"),
+        ({"\ud800": torch.ones(1)}, r"x.\ud800"),
+    ],
+)
+def test_a_name_that_cannot_be_stored(tmp_path: Path, nested: Any, named: str) -> None:
+    with pytest.raises(UnsupportedValueError) as caught:
+        Snapshot.take(tmp_path / "s", {"m": StateDict(x=nested)})
+    assert named in str(caught.value)
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_base_by_another_path(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    os.symlink(tmp_path / "run", tmp_path / "link")
+    state = {"m": StateDict(w=torch.ones(5000))}
+    Snapshot.take(tmp_path / "run" / "1", state, fsync=False)
+    os.symlink("1", tmp_path / "run" / "latest")
+    for number, base in enumerate(("link/1", "run/latest", "link/latest"), start=2):
+        path = tmp_path / "run" / str(number)
+        taken = Snapshot.take(path, state, base=tmp_path / base, fsync=False)
+        assert [file.snapshot for file in taken.manifest.files] == ["1"]
+        assert not taken.verify()
+    taken = Snapshot.take(tmp_path / "link" / "9", state, base=tmp_path / "run/1", fsync=False)
+    assert [file.snapshot for file in taken.manifest.files] == ["1"]
