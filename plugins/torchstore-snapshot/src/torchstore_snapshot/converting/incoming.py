@@ -21,7 +21,7 @@ from torchstore_snapshot.storage.opening import open_storage
 from torchstore_snapshot.taking.collecting import Item, LocalPiece
 from torchstore_snapshot.taking.merging import Part, merge, part_of
 from torchstore_snapshot.taking.planning import INLINE_MAX, Unit, plan_files
-from torchstore_snapshot.taking.replacing import lost_to_another, maps_of, refuse_foreign_maps
+from torchstore_snapshot.taking.replacing import maps_of, never_visible, refuse_foreign_maps
 from torchstore_snapshot.taking.take import TakeOptions, publish, refuse_existing
 from torchstore_snapshot.taking.writing import OpenFiles, Source, bytes_of
 
@@ -167,8 +167,8 @@ def write_parts(
     storage = open_storage(begun.url)
     try:
         publish(storage, manifest, options, begun.claim)
-    except Exception:
-        if lost_to_another(storage, begun.take, options):
+    except Exception as raised:
+        if never_visible(storage, begun.take, options, raised):
             begun.discard(written)
         raise
     finally:

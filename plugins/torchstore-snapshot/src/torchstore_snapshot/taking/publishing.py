@@ -49,7 +49,7 @@ def publish(
     if claim is not None:
         claim.check()
     await_retirement(storage)
-    if options.overwrite:
+    if options.overwrite and storage.replaces:
         late = replaced(storage)
         if late is not None and (before is None or late.take != before.take):
             before = late  # another take was faster, and has removed the one before
@@ -77,7 +77,7 @@ def publish(
         for name in weight_maps(before).keys() - maps.keys():
             delete_map(storage, name)
         remove_replaced(storage, before)
-    if options.overwrite:
+    if options.overwrite and storage.replaces:
         now = replaced(storage)  # another take may have replaced this one, without seeing it
         if now is not None and now.take != take:
             remove_replaced(storage, manifest)

@@ -20,6 +20,7 @@ from torchstore_snapshot.errors import (
     SnapshotExistsError,
     SnapshotFormatError,
     SnapshotVersionError,
+    TakeLostError,
 )
 from torchstore_snapshot.format import manifest as manifests
 from torchstore_snapshot.format.manifest import FORMAT, Manifest
@@ -31,7 +32,7 @@ from torchstore_snapshot.taking.collecting import Item
 if TYPE_CHECKING:
     from torchstore_snapshot.taking.preparing import TakeOptions
 
-__all__ = ["lost_to_another", "maps_of", "refuse_existing", "refuse_foreign_maps", "replaced"]
+__all__ = ["maps_of", "never_visible", "refuse_existing", "refuse_foreign_maps", "replaced"]
 
 
 def refuse_existing(storage: Storage, *, overwrite: bool) -> None:
@@ -56,10 +57,14 @@ def refuse_existing(storage: Storage, *, overwrite: bool) -> None:
     replaced(storage)
 
 
-def lost_to_another(storage: Storage, take: str, options: TakeOptions) -> bool:
-    """Whether a take that failed to commit will certainly never be visible: there is a snapshot of
-    another take, which it may not replace.
+def never_visible(
+    storage: Storage, take: str, options: TakeOptions, error: BaseException | None
+) -> bool:
+    """Whether a take that failed to commit will certainly never be visible: it was given up before
+    that, or there is a snapshot of another take, which it may not replace.
     """
+    if isinstance(error, TakeLostError):
+        return True
     if options.overwrite:
         return False
     try:

@@ -23,8 +23,8 @@ from torchstore_snapshot.taking.planning import holdings, plan_files, split_work
 from torchstore_snapshot.taking.preparing import Prepared, TakeOptions, agree, plan, prepare
 from torchstore_snapshot.taking.publishing import publish
 from torchstore_snapshot.taking.replacing import (
-    lost_to_another,
     maps_of,
+    never_visible,
     refuse_existing,
     refuse_foreign_maps,
 )
@@ -160,8 +160,8 @@ def take(
     # may be what failed). Unless it certainly has not, its files stay, and gc collects them.
     try:
         ranks.exchange(_Done(), _Done, error)
-    except Exception:
-        if prepared is not None and lost_to_another(storage, prepared.take, options):
+    except Exception as raised:
+        if prepared is not None and never_visible(storage, prepared.take, options, raised):
             discard(prepared)
         raise
     finally:
@@ -201,8 +201,8 @@ def take_values(
         part = write(prepared, fetch)
         try:
             commit(storage, name, [part], options, store, claim)
-        except Exception:
-            if lost_to_another(storage, name, options):
+        except Exception as raised:
+            if never_visible(storage, name, options, raised):
                 discard(prepared)
             raise
     finally:
