@@ -103,6 +103,7 @@ class WrittenTake:
         self._files = OpenFiles(
             self._storage, files, durable=begin.fsync, threads=begin.threads, advance=advance
         )
+        self._files.begin()
 
     def _opened(self) -> tuple[m.Begin, OpenFiles]:
         if self._begin is None or self._files is None:

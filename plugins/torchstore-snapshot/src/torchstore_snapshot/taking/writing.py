@@ -60,6 +60,7 @@ class _File:
 
     Attributes:
         writer: there is one from its first byte on.
+        begun: whether somebody writes its header.
         left: how many bytes are still to be written, with the header.
         finished: whether the writer was closed.
     """
@@ -68,6 +69,7 @@ class _File:
         self.name, self.layout = name, layout
         self.writer: Writer | None = None
         self.left = layout.nbytes
+        self.begun = False
         self.finished = False
         self.hashes: list[list[bytes]] = [[] for _ in layout.starts]
 
@@ -99,6 +101,15 @@ class OpenFiles:
         self._threads = threads
         self._lock = threading.Lock()
         self._in_order = False
+
+    def begin(self) -> None:
+        """Open the first file, so that a folder that cannot be written to is found early.
+
+        Raises:
+            OSError: it cannot be created.
+        """
+        if self._files:
+            self._begin(self._files[0])
 
     def write(self, sources: Iterable[Source]) -> None:
         """Write some of the files' contents, one file after the other, so that few are open at a
@@ -135,9 +146,11 @@ class OpenFiles:
         in_order: dict[int, list[Source]] = {}
         for source in sources:
             file = self._files[source.file]
-            if file.writer is None and not self._in_order:
-                self._begin(file)
+            if not file.begun and not self._in_order:
+                if file.writer is None:
+                    self._begin(file)
                 if not self._in_order:
+                    file.begun = True
                     yield functools.partial(self._write_header, file)
             if self._in_order:
                 in_order.setdefault(source.file, []).append(source)
@@ -231,7 +244,7 @@ class OpenFiles:
 
     def _finish_empty(self, file: _File) -> None:
         """Finish a file of which nothing was written: it has no data, but a header."""
-        if file.writer is None:
+        if file.left == file.layout.nbytes:
             self._write_header(file)
         if not file.finished:
             self._finish(file)
