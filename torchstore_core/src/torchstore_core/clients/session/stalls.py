@@ -29,7 +29,7 @@ _LATE_S = 0.5
 # A link that does not report progress is given the time that a slow network takes.
 _SLOWER_THAN_BID = 20.0
 _SLOW_BYTES_PER_S = 10e6
-_LOOKS = 4  # how often progress is looked at within the limit
+_LOOK_S = 0.25  # the pause before progress is looked at again
 
 
 class StallWatch:
@@ -75,8 +75,6 @@ class StallWatch:
         Raises:
             TransportError: it has stalled.
         """
-        if self._last:
-            return await work
         try:
             async with asyncio.timeout(None) as limit:
                 self._look(limit)
@@ -98,17 +96,19 @@ class StallWatch:
             return None
         reports = self._link is None or isinstance(self._link, SupportsProgress)
         enough = _LATE_S if reports else self._slow_s
-        return self._stalled() if self.still_s() >= enough else None
+        # Not looked at again: ending the transfer has changed the link's progress.
+        return self._stalled() if time.perf_counter() - self._moved_at >= enough else None
 
     def _look(self, limit: asyncio.Timeout) -> None:
         """Expire the limit if nothing has moved for too long, else look again later."""
         left = self._limit_s - self.still_s()
-        if left > 0:
-            pause = min(left, self._limit_s / _LOOKS)
+        if left > 0 or self._last:
+            pause = _LOOK_S if self._last else min(left, _LOOK_S)
             self._timer = asyncio.get_running_loop().call_later(pause, self._look, limit)
         else:
             self._timer = None
             limit.reschedule(0.0)
 
     def _stalled(self) -> TransportError:
-        return TransportError(f"nothing has moved for {self.still_s():.1f} s")
+        still_s = time.perf_counter() - self._moved_at
+        return TransportError(f"nothing has moved for {still_s:.1f} s")
