@@ -16,7 +16,11 @@ from tests.transports.tcp.halves import MB, PEER, Local, linked, threads, volume
 from tests.transports.tcp.proxy import Proxy
 
 from torchstore_core.contracts.transport import Copy
-from torchstore_core.errors import TransportNotReadyError, TransportUnavailableError
+from torchstore_core.errors import (
+    ConfigurationError,
+    TransportNotReadyError,
+    TransportUnavailableError,
+)
 
 VARIABLES = ("TORCHSTORE_TCP_CERT", "TORCHSTORE_TCP_KEY", "TORCHSTORE_TCP_CA")
 Files = tuple[Path, Path, Path]
@@ -132,7 +136,7 @@ async def test_certificates_that_cannot_be_used(
     cert, key, root = authorities[0]
     for files, why in (((cert, key, ""), "belong together"), ((cert, root, root), "cannot be")):
         _use(monkeypatch, files)  # type: ignore[arg-type]
-        with pytest.raises(TransportUnavailableError, match=why):
+        with pytest.raises(ConfigurationError, match=why):
             async with volume():
                 pass
 

@@ -179,6 +179,8 @@ class TransportServer(ABC):
         Raises:
             TransportUnavailableError: this host cannot serve the transport; the volume starts
                 without it.
+            ConfigurationError: what the user has set for the transport cannot be used; the volume
+                starts without it, too, and the server's log warns. Clients learn the reason.
         """
 
     async def handshake(self, peer: bytes, request: bytes) -> bytes:

@@ -19,7 +19,7 @@ import msgspec
 
 from torchstore_core.errors import ConfigurationError
 
-__all__ = ["BIND", "LOOPBACK", "Network", "bound", "common", "local_address_to"]
+__all__ = ["BIND", "LOOPBACK", "Network", "bound", "common", "foreign", "local_address_to"]
 __all__ += ["namespace_id", "networks", "reachable"]
 
 #: Environment variable with addresses of this host, or names of its interfaces, comma-separated:
@@ -102,7 +102,8 @@ def bound() -> tuple[Network, ...]:
     """Return the addresses that ``TORCHSTORE_BIND`` names, in its order; empty if it is not set.
 
     Raises:
-        ConfigurationError: a name is neither an address nor an interface that is up.
+        ConfigurationError: a name is neither an address nor an interface that is up, or an
+            address of no host, such as 0.0.0.0.
         OSError: the system cannot list the interfaces.
     """
     names = [name.strip() for name in os.environ.get(BIND, "").split(",") if name.strip()]
@@ -137,7 +138,31 @@ def _literal(name: str) -> Network:
         raise ConfigurationError(
             f"{BIND} names {name!r}, which is neither an address nor an interface that is up"
         ) from error
+    if address.is_unspecified or address.is_multicast:
+        raise ConfigurationError(
+            f"{BIND} names {name!r}, at which no host is reached: name the addresses or interfaces "
+            "of this host, or unset it to listen where each client reaches this host"
+        )
     return Network("", str(address), address.max_prefixlen)
+
+
+def foreign() -> tuple[str, ...]:
+    """Return the addresses of ``TORCHSTORE_BIND`` that this host does not have.
+
+    Raises:
+        ConfigurationError, OSError: see :func:`bound`.
+    """
+    return tuple(one.address for one in bound() if not _is_here(one.address))
+
+
+def _is_here(address: str) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as sock:
+            sock.bind((address, 0))
+    except OSError:
+        return False
+    return True
 
 
 def common(

@@ -248,8 +248,12 @@ def rank(
     context: LinkContext,
     offers: Mapping[str, bytes],
     policy: Policy,
+    refused: Mapping[str, str] | None = None,
 ) -> Ranking:
-    """Collect a bid or a refusal for one link from every transport."""
+    """Collect a bid or a refusal for one link from every transport.
+
+    ``refused``: why the volume does not serve transports that it has.
+    """
     forced = policy.choice or policy.force
     forced_by = _CHOICE if policy.choice is not None else "the store's strategy"
     candidates: list[Candidate] = []
@@ -266,7 +270,8 @@ def rank(
             refusals[spec.name] = f"{forced_by} forces transport {forced!r}"
             continue
         if spec.client is not None and spec.name not in offers:
-            refusals[spec.name] = "the volume does not offer it (not installed there, or refused)"
+            why = (refused or {}).get(spec.name, "not installed there, or refused")
+            refusals[spec.name] = f"the volume does not offer it ({why})"
             continue
         offer = offers.get(spec.name)
         seen = msgspec.structs.replace(context, offered=offer is not None, offer=offer or b"")

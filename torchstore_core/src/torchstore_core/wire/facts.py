@@ -19,6 +19,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class VolumeInfo(msgspec.Struct, frozen=True, array_like=True):
     """One volume and the offers of its transports (name to opaque bytes).
 
+    ``refused``: why transports that are installed there are not served (name to reason).
     ``lost``: why its memory is permanently lost; empty while the volume is live.
     """
 
@@ -29,3 +30,4 @@ class VolumeInfo(msgspec.Struct, frozen=True, array_like=True):
     capacity_bytes: int
     offers: dict[str, bytes]
     lost: str = ""
+    refused: dict[str, str] = {}

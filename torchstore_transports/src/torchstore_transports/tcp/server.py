@@ -9,7 +9,7 @@ import msgspec
 
 from torchstore_core.contracts.transport import Segment, ServerContext, TransportServer
 from torchstore_core.errors import ConfigurationError, TransportError, TransportUnavailableError
-from torchstore_core.machine.networks import namespace_id, networks
+from torchstore_core.machine.networks import namespace_id, reachable
 from torchstore_transports.tcp.serving.addresses import addresses_for
 from torchstore_transports.tcp.serving.port import Port
 from torchstore_transports.tcp.serving.requests import Segments
@@ -29,11 +29,7 @@ class TcpServer(TransportServer):
         self._encrypted = False
 
     async def start(self, context: ServerContext, segments: Sequence[Segment]) -> bytes:
-        try:
-            secure = encryption(server=True)
-            here = networks()
-        except (ConfigurationError, OSError) as error:
-            raise TransportUnavailableError(f"tcp cannot be served: {error}") from error
+        secure, here = encryption(server=True), reachable()
         self._encrypted = secure is not None
         self._segments = Segments(segments)
         self._port, self._number = Port.serving(certificates(), secure, self._segments)

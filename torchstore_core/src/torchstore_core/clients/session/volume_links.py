@@ -258,7 +258,7 @@ class VolumeLinks:
         nothing of the server go on; the others fail, and are connected again.
         """
         with self._lock:
-            if info.offers == self.info.offers:
+            if (info.offers, info.refused) == (self.info.offers, self.info.refused):
                 return
             self.info = info
             self._backoffs.clear()
@@ -461,7 +461,7 @@ class VolumeLinks:
 def _ranking(
     registry: Registry, policy: Policy, context: LinkContext, info: m.VolumeInfo
 ) -> Ranking:
-    ranking = rank(registry.transports(), context, info.offers, policy)
+    ranking = rank(registry.transports(), context, info.offers, policy, info.refused)
     ranking.refusals.update(registry.left_out("torchstore.transports"))
     return ranking
 

@@ -15,7 +15,7 @@ from torchstore_core.errors import (
     TransportError,
     TransportUnavailableError,
 )
-from torchstore_core.machine import topology
+from torchstore_core.machine import networks, topology
 from torchstore_core.plugins.registry import Registry, load_class
 from torchstore_core.server.memory.isolated import IsolatedServer
 from torchstore_core.server.memory.segment import SegmentMemory
@@ -29,6 +29,8 @@ _GIB = 1 << 30
 # How long a half may take to disconnect a client before it is closed, and how long to close.
 _DISCONNECT_S = 10.0
 _CLOSE_S = 4.0
+# Longest reason for which clients are told that a transport is not served.
+_REASON_CHARACTERS = 500
 
 
 class Volume:
@@ -75,14 +77,21 @@ class Volume:
     async def start(self) -> m.VolumeInfo:
         """Start the server halves of the transports, skipping any that do not work here. Returns
         what clients need to know about the volume.
+
+        Raises:
+            ConfigurationError: ``TORCHSTORE_BIND`` names what is no address of a host.
         """
+        self._check_addresses()
         offers: dict[str, bytes] = {}
+        refused: dict[str, str] = {}
         segment = Segment(0, self.memory.fd, self.capacity)
         for spec in self._registry.transports():
             if spec.server is None:
                 continue
             try:
-                if spec.probe is not None and spec.probe() is not None:
+                reason = spec.probe() if spec.probe is not None else None
+                if reason is not None:
+                    refused[spec.name] = reason[:_REASON_CHARACTERS]
                     continue
                 half: TransportServer = (
                     IsolatedServer(spec.server, spec.offer)
@@ -96,10 +105,35 @@ class Volume:
                 offers[spec.name] = offer
             except TransportUnavailableError as error:
                 log.debug("transport %s is not served here: %s", spec.name, error)
+                refused[spec.name] = error.message[:_REASON_CHARACTERS]
+            except ConfigurationError as error:
+                log.warning(
+                    "transport %s is NOT served, other transports carry the bytes: %s",
+                    spec.name,
+                    error.message,
+                )
+                refused[spec.name] = error.message[:_REASON_CHARACTERS]
             except Exception as error:  # noqa: BLE001 - a broken transport must not end the others
                 log.warning("transport %s is not served: %r", spec.name, error)
+                refused[spec.name] = repr(error)[:_REASON_CHARACTERS]
         here = self._context.topology
-        return m.VolumeInfo(self.id, self.index, os.getpid(), here, self.capacity, offers)
+        return m.VolumeInfo(
+            self.id, self.index, os.getpid(), here, self.capacity, offers, refused=refused
+        )
+
+    def _check_addresses(self) -> None:
+        try:
+            strange = networks.foreign()
+        except OSError as error:
+            log.warning("the addresses of this host cannot be listed: %s", error)
+            return
+        if strange:
+            log.warning(
+                "%s names %s, which this host does not have: transports over networks cannot "
+                "listen there. Name its own addresses or interfaces",
+                networks.BIND,
+                ", ".join(strange),
+            )
 
     async def close(self) -> None:
         """Stop serving and release the memory; clients' mappings remain valid. Idempotent."""

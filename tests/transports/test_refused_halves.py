@@ -1,0 +1,75 @@
+"""Why a volume does not serve a transport, and what keeps a volume from starting."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from torchstore_core.contracts.transport import LinkContext
+from torchstore_core.errors import ConfigurationError
+from torchstore_core.machine.networks import Network, networks
+from torchstore_core.machine.topology import probe
+from torchstore_core.plugins.ranking import Policy, rank
+from torchstore_core.plugins.registry import Registry
+from torchstore_core.server.memory.volume import Volume
+from torchstore_transports.tcp.wire.protocol import Offer, decode
+
+MB = 1 << 20
+
+
+@pytest.fixture
+async def volume(tmp_path: Path) -> AsyncIterator[Volume]:
+    made = Volume("s", 0, MB, Registry(), str(tmp_path))
+    yield made
+    await made.close()
+
+
+async def test_certificates_that_cannot_be_used(
+    volume: Volume,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name in ("TORCHSTORE_TCP_CERT", "TORCHSTORE_TCP_KEY", "TORCHSTORE_TCP_CA"):
+        monkeypatch.setenv(name, str(tmp_path / "missing.pem"))
+    with caplog.at_level(logging.WARNING):
+        info = await volume.start()
+    assert "tcp" not in info.offers
+    assert "certificates" in info.refused["tcp"]
+    assert len(info.refused["tcp"]) <= 500
+    assert any("certificates" in record.getMessage() for record in caplog.records)
+    context = LinkContext(probe(), info.topology, same_host=True, offered=True)
+    policy = Policy(force="tcp")
+    ranking = rank(Registry().transports(), context, info.offers, policy, info.refused)
+    assert info.refused["tcp"] in ranking.refusals["tcp"]
+    assert info.refused["tcp"] in ranking.unavailable(1 << 30).message
+
+
+@pytest.mark.parametrize("bind", ["0.0.0.0", "::", "224.0.0.1", "127.0.0.1,ff02::1"])
+async def test_addresses_of_no_host(
+    volume: Volume, monkeypatch: pytest.MonkeyPatch, bind: str
+) -> None:
+    monkeypatch.setenv("TORCHSTORE_BIND", bind)
+    with pytest.raises(ConfigurationError, match="no host is reached"):
+        await volume.start()
+
+
+async def test_an_address_of_another_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCHSTORE_BIND", "127.0.0.2,203.0.113.77")
+    volume = Volume("s", 0, MB, Registry(), str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        info = await volume.start()
+    await volume.close()
+    (said,) = [r.getMessage() for r in caplog.records if "TORCHSTORE_BIND" in r.getMessage()]
+    assert "203.0.113.77" in said
+    assert "127.0.0.2" not in said
+    # What is advertised is what the user has chosen, not all that the host has.
+    chosen = (Network("", "127.0.0.2", 32), Network("", "203.0.113.77", 32))
+    offer = decode(info.offers["tcp"], Offer, "an offer")
+    assert offer.networks == info.topology.networks == chosen
+    assert not set(offer.networks) & set(networks())
