@@ -19,6 +19,7 @@ GOOD = [10**400, 1e300, float("inf"), 30, 30.0, Fraction(61, 2)]
 ARGUMENTS: dict[str, list[Any]] = {
     "connect": ["unix:/nobody"],
     "put": ["a", 1],
+    "drain": ["torchstore-0"],
     "put_object": [1],
     "hold": ["a"],
     "wait_any": [[]],

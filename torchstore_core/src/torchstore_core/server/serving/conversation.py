@@ -65,11 +65,11 @@ class Conversation:
         via: Topology | None = None,
         process: Process | None = None,
         pid: int = 0,
-        keep: Callable[[SessionRecord], None] = lambda session: None,
+        keep: Callable[[SessionRecord], None] | None = None,
     ) -> None:
         self._server = server
         self._pid = pid
-        self._keep = keep
+        self._keep = keep or _keep_nothing
         self._sender = Sender(write)
         self.send = self._sender.send
         self.pause = self._sender.pause
@@ -167,6 +167,7 @@ class Conversation:
         # instead of when the garbage collector runs.
         self._sender.close()
         self.end = _nothing
+        self._keep = _keep_nothing
         for waiter in self._waiters.values():
             self._server.controller.waiting.forget(waiter)
         self._waiters.clear()
@@ -482,6 +483,10 @@ def _committed(number: int, versions: list[int]) -> m.Committed:
     if type(versions) is Versions:
         return m.CommittedIn(number, versions, versions.timelines)
     return m.Committed(number, versions)
+
+
+def _keep_nothing(session: SessionRecord) -> None:
+    """Do nothing: what is no connection of this process does not outlive it."""
 
 
 def _nothing() -> None:
