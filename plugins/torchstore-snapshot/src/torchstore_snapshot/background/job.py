@@ -75,6 +75,8 @@ class WrittenTake:
 
     def handle(self, message: m.Begin | m.Batch | m.Finish) -> bool:
         """Handle a message. Returns whether the take is committed."""
+        if isinstance(message, m.Begin):
+            self._begin = message  # before the check: the claim is the writer's from here on
         self._check()
         match message:
             case m.Begin():
@@ -93,7 +95,6 @@ class WrittenTake:
             raise SnapshotError(reason, details={"path": self._join.url})
 
     def _open(self, begin: m.Begin) -> None:
-        self._begin = begin
         if begin.claimed:
             self._claim = Claim.adopt(self._storage, self._join.take)
         files = [(f.name, Layout(f.header, f.starts, f.nbytes)) for f in begin.files]
