@@ -117,7 +117,9 @@ def test_a_dict_with_other_names_is_one_value_unless_it_holds_tensors():
     assert _names(plain) == ["lookup", "flags"]
     assert_same(_again(plain), plain)
     for name in ((1, 2), None, True, 1.5, b"b"):
-        with pytest.raises(ts.UnsupportedValueError, match="names of entries are str or int"):
+        with pytest.raises(
+            ts.UnsupportedValueError, match="names of entries in 'lookup' are str or int"
+        ):
             flatten("k", {"lookup": {name: T}})
 
 
