@@ -104,7 +104,11 @@ async def test_a_storage_that_was_freed_and_allocated_again_is_registered_anew(
     async with pair(tmp_path, size, cuda_devices=1) as volume:
         link = await volume.link()
         tensor = torch.zeros(size, dtype=torch.uint8)
-        storage, address = tensor.untyped_storage(), tensor.data_ptr()
+        storage = tensor.untyped_storage()
+        # The first time it may have come from the heap, which is not where it would come back to.
+        storage.resize_(0)
+        storage.resize_(size)
+        address = tensor.data_ptr()
         for at, value in enumerate((1, 2, 3), 1):
             volume.fill(value)
             await _read(link, [tensor])

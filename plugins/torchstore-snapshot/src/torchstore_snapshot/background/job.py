@@ -13,6 +13,8 @@ import msgspec
 import torch
 
 import torchstore_core.blocking as ts
+from torchstore_core.clients.calls import thread_loops
+from torchstore_core.clients.calls.base import wait_released
 from torchstore_core.errors import TorchStoreError
 from torchstore_snapshot.background import messages as m
 from torchstore_snapshot.background.rendezvous import commit_together, report_failure
@@ -35,6 +37,8 @@ __all__ = ["STORE", "Owner", "WrittenTake"]
 STORE = "staged"
 # Seconds between two messages about progress.
 _NEWS_S = 0.1
+# Seconds that a server may need to take memory back before the take goes on without it.
+_RELEASE_S = 10.0
 
 
 class Owner(Protocol):
@@ -83,6 +87,7 @@ class WrittenTake:
                 self._open(message)
             case m.Batch():
                 self._write(message)
+                _wait_released(message.address)
                 m.send(self._connection, m.Wrote(message.job))
             case m.Finish():
                 self._finish()
@@ -171,6 +176,15 @@ class WrittenTake:
             return False
         except (TorchStoreError, OSError):
             return True
+
+
+def _wait_released(address: str) -> None:
+    """Wait until the store has the memory of what was written: the program, which is told next,
+    stages more at once, and would take memory beyond the budget.
+    """
+    client = ts.connect(address, store_name=STORE)
+    with contextlib.suppress(TorchStoreError):  # the store has ended; what was read is written
+        thread_loops.run(wait_released(client._client, _RELEASE_S), "async_take")
 
 
 def _sources(batch: m.Batch, staged: dict[str, torch.Tensor]) -> list[Source]:

@@ -14,7 +14,7 @@ from torchstore_core.wire import messages as m
 if TYPE_CHECKING:
     from torchstore_core.clients.stores.joined import JoinedStore
 
-__all__ = ["QUICK", "ClientBase"]
+__all__ = ["QUICK", "ClientBase", "wait_released"]
 
 #: Requests to which the server replies in less time than a task switch takes.
 QUICK = frozenset(("delete", "exists", "latest_version", "stat", "versions"))
@@ -81,3 +81,20 @@ class ClientBase:
         _, channel = self._here(clock) or await self._join(clock)
         request = message(channel.next_id(), *args)
         return await channel.call(request, expect, clock.left(), quick=clock.name in QUICK)
+
+
+async def wait_released(client: ClientBase, timeout: float | None = None) -> bool:
+    """Wait until the server has back the memory of all tensors that have died in this process. What
+    is put next, by any process, can use it.
+
+    Args:
+        timeout: seconds; None: no limit.
+
+    Returns:
+        Whether that was so within the timeout.
+
+    Raises:
+        StoreClosedError: the server is gone.
+    """
+    session = await client._joined.session(timeout)
+    return await session.wait_released(await session.channel(timeout), timeout)
