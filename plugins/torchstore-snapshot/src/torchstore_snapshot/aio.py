@@ -9,6 +9,7 @@ committed at that moment never is; a restore may have written to some tensors.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -124,8 +125,14 @@ class Series:
     (['step-1'], tensor([1., 1., 1.]))
     """
 
-    def __init__(self, path: str | os.PathLike[str], keep_last: int | None = None) -> None:
-        self._series = blocking_series.Series(path, keep_last)
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        keep_last: int | None = None,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._series = blocking_series.Series(path, keep_last, storage_options=storage_options)
         self.path, self.keep_last = self._series.path, keep_last
 
     def __repr__(self) -> str:
@@ -161,8 +168,15 @@ async def gc(
     keep_last: int | None = None,
     dry_run: bool = False,
     grace: float | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> GcReport:
     """See :func:`torchstore_snapshot.gc`; raises the same."""
-    return await in_thread(
-        partial(blocking_gc, path, keep_last=keep_last, dry_run=dry_run, grace=grace)
+    call = partial(
+        blocking_gc,
+        path,
+        keep_last=keep_last,
+        dry_run=dry_run,
+        grace=grace,
+        storage_options=storage_options,
     )
+    return await in_thread(call)

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import importlib
+import resource
 import threading
 from collections.abc import Iterator
 from typing import Any
 
+import fsspec  # type: ignore[import-untyped]
 import pytest
 import torch
 from tests.processes import run_script
+from tests.support import SMALL
 
 import torchstore_core as ts
 from torchstore_snapshot import (
     BucketNotFoundError,
+    Series,
     Snapshot,
     SnapshotAccessError,
     SnapshotCorruptError,
     SnapshotExistsError,
     SnapshotNotFoundError,
     SnapshotUnavailableError,
+    SnapshotWriterError,
     StateDict,
+    gc,
+    load_into_store,
+    snapshot_store,
 )
+from torchstore_snapshot.background import process
 from torchstore_snapshot.format.paths import MANIFEST
 from torchstore_snapshot.restoring import fetching, reading
 from torchstore_snapshot.storage import remote
@@ -81,6 +90,86 @@ def test_in_the_background(store: Any) -> None:
     assert len(open_storage(URL).list()) == 3
     with pytest.raises(ts.ConfigurationError, match="another process"):
         Snapshot.async_take("memory://x/y", {"m": state(4)})
+
+
+@pytest.fixture(params=["configuration", "options"])
+def unknown_server(
+    request: pytest.FixtureRequest, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
+    """No environment variable says where the server is: fsspec's configuration does, or options
+    that are returned.
+    """
+    client = {"region_name": "us-east-1"}
+    known = {"key": "a", "secret": "b", "endpoint_url": store.url, "client_kwargs": client}
+    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    if request.param == "options":
+        return {"storage_options": known}
+    monkeypatch.setitem(fsspec.config.conf, "s3", known)
+    return {}
+
+
+def test_settings_of_the_program(unknown_server: dict[str, Any]) -> None:
+    """They also reach the process that writes."""
+    Snapshot.take(URL, {"m": state(1)}, **unknown_server)
+    pending = Snapshot.async_take(f"{URL}-b", {"m": state(2)}, base=URL, **unknown_server)
+    assert same(StateDict(pending.wait(60).get_state_dict_for_key("m")), state(2))
+    own = state(9)
+    Snapshot(URL, **unknown_server).restore({"m": own})
+    assert same(own, state(1))
+    series = Series(URL.rpartition("/")[0], keep_last=2, **unknown_server)
+    series.async_take("step-2", {"m": state(3)}).wait(60)
+    assert series.names() == ["step-1-b", "step-2"]
+    assert series.latest().read_object("m/n") == 3
+    report = gc(URL.rpartition("/")[0], keep_last=1, dry_run=True, **unknown_server)
+    assert (report.dropped, report.kept) == (("step-1-b",), ("step-2",))
+
+
+async def test_settings_of_the_program_for_stores(unknown_server: dict[str, Any]) -> None:
+    client = await ts.initialize(**SMALL)
+    try:
+        await client.put("w", torch.arange(5))
+        await client.put_state_dict({"a": torch.ones(3)}, "sd")
+        snapshot = await snapshot_store(URL, **unknown_server)
+        assert snapshot.read_object("w/value").tolist() == [*range(5)]
+        await client.delete_batch(["w", "sd"])
+        refs = await load_into_store(URL, **unknown_server)
+        assert sorted(refs) == ["sd", "w"]
+        assert (await client.get("w")).tolist() == [*range(5)]
+    finally:
+        await ts.shutdown()
+
+
+def test_settings_that_no_other_process_can_have(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ts.ConfigurationError, match=r"storage_options\['x'\]\['session'\]"):
+        Snapshot.async_take(URL, {"m": state(1)}, storage_options={"x": {"session": object()}})
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"session": object()})
+    with pytest.raises(ts.ConfigurationError, match=r"conf\['s3'\]\['session'\]"):
+        Snapshot.async_take(URL, {"m": state(1)})
+    assert store.requests == []
+    with pytest.raises(ts.ConfigurationError, match="folder"):
+        Snapshot("folder", storage_options={"key": "a"})
+    with pytest.raises(ts.ConfigurationError, match="dict"):
+        Snapshot(URL, storage_options=[("key", "a")])  # type: ignore[arg-type]
+
+
+def test_a_take_leaves_no_claim_that_its_writer_could_not_remove(store: Any, tmp_path: Any) -> None:
+    process.the_writer().close()  # one that has no connection to the server
+    Snapshot.async_take(tmp_path / "local", {"m": state(1)}, fsync=False).wait(60)
+    writer = process.the_writer()
+    resource.prlimit(writer.pid, resource.RLIMIT_NOFILE, (3, 3))  # nor gets one
+    try:
+        with pytest.raises((ts.TorchStoreError, OSError)) as raised:
+            Snapshot.async_take(URL, {"m": state(1)}).wait(60)
+        assert not isinstance(raised.value, SnapshotWriterError)
+        assert writer.alive
+    finally:
+        writer.close()
+    assert any("/.claim-" in request for request in store.requests)
+    assert open_storage(URL).list() == []
 
 
 def test_a_tensor_of_a_thousand(store: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,6 +19,7 @@ from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.series.claims import GRACE_S
 from torchstore_snapshot.series.gc import GcReport, gc
 from torchstore_snapshot.series.survey import Place, survey
+from torchstore_snapshot.storage.settings import using
 
 __all__ = ["Series"]
 
@@ -28,6 +30,7 @@ class Series:
     Args:
         path: the folder, or its URL.
         keep_last: how many snapshots remain after each take of this object; None: all.
+        storage_options: as for :class:`Snapshot`.
 
     Raises:
         ConfigurationError: an argument is invalid.
@@ -44,13 +47,21 @@ class Series:
     (['step-2', 'step-3'], 3)
     """
 
-    def __init__(self, path: str | os.PathLike[str], keep_last: int | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        keep_last: int | None = None,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
         last: object = keep_last
         if last is not None and (type(last) is not int or last < 1):
             raise ConfigurationError(f"keep_last is an int above 0, not {last!r}")
         self.path = os.fspath(path)
         self.keep_last = keep_last
-        self._place = Place.at(self.path)
+        self._storage_options = storage_options
+        with using(storage_options):
+            self._place = Place.at(self.path)
 
     def __repr__(self) -> str:
         return f"Series({self.path!r})"
@@ -75,7 +86,7 @@ class Series:
             raise SnapshotNotFoundError(
                 f"there is no snapshot in {self.path!r}", details={"path": self.path}
             )
-        return Snapshot(self._of(names[-1]))
+        return Snapshot(self._of(names[-1]), storage_options=self._storage_options)
 
     def take(self, name: str, app_state: AppState, **options: Any) -> Snapshot:
         """Take the snapshot ``name``, and remove those that are not to be kept. Arguments and
@@ -105,7 +116,13 @@ class Series:
 
     def gc(self, *, dry_run: bool = False, grace: float | None = None) -> GcReport:
         """Remove what is not needed; see :func:`~torchstore_snapshot.gc`."""
-        return gc(self.path, keep_last=self.keep_last, dry_run=dry_run, grace=grace)
+        return gc(
+            self.path,
+            keep_last=self.keep_last,
+            dry_run=dry_run,
+            grace=grace,
+            storage_options=self._storage_options,
+        )
 
     def _of(self, name: str) -> str:
         return f"{self.path.rstrip('/')}/{name}"
@@ -126,6 +143,7 @@ class Series:
 
     def _with_base(self, options: dict[str, Any]) -> dict[str, Any]:
         """The options with the newest snapshot as the base; rank 0 alone decides."""
+        options = {"storage_options": self._storage_options, **options}
         if "base" in options:
             return options
         names = [] if _rank(options) else self.names()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from torchstore_snapshot.restoring import restore as restoring
 from torchstore_snapshot.restoring.restore import Verify, VerifyNew
 from torchstore_snapshot.restoring.verifying import verify_all
 from torchstore_snapshot.storage.opening import open_storage, read_manifest
+from torchstore_snapshot.storage.settings import using
 from torchstore_snapshot.taking.preparing import TakeOptions, agree
 from torchstore_snapshot.taking.take import take
 
@@ -37,6 +39,8 @@ class Snapshot:
         pg: the ranks that restore together; None: the default process group if
             ``torch.distributed`` is initialised, otherwise this process alone.
         allow_pickle: also load values that were pickled. Unpickling runs code from the snapshot.
+        storage_options: arguments of fsspec's file system for a URL, such as ``endpoint_url`` and
+            ``key`` of an object store; they come before ``fsspec.config.conf`` and the environment.
 
     Opening a snapshot reads nothing: its manifest is read when it is first needed.
 
@@ -57,11 +61,13 @@ class Snapshot:
         pg: ProcessGroup | None = None,
         *,
         allow_pickle: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.path = os.fspath(path)
         self.pg = pg
         self._allow_pickle = allow_pickle
-        self._storage = open_storage(path)
+        with using(storage_options):
+            self._storage = open_storage(path)
         self._manifest: Manifest | None = None
 
     def __repr__(self) -> str:
@@ -79,6 +85,7 @@ class Snapshot:
         fsync: bool = True,
         allow_pickle: bool = False,
         base: str | os.PathLike[str] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Snapshot:
         """Take a snapshot, and return when it is committed.
@@ -101,6 +108,7 @@ class Snapshot:
             base: a snapshot beside this one (in the same folder). What has not changed since then
                 is not written again: the new snapshot refers to the files of earlier ones. It is
                 restored like any other. Delete snapshots with ``gc`` only, which keeps those files.
+            storage_options: as for the class.
             options: ``file_max``, bytes of tensors in one file (2 GiB); ``threads``, how many
                 threads write (the number of copy threads); ``progress``, True for a bar on a
                 terminal, or a function of the bytes that are done and of all bytes.
@@ -117,8 +125,9 @@ class Snapshot:
         chosen = _options(
             overwrite=overwrite, fsync=fsync, allow_pickle=allow_pickle, base=given, **options
         )
-        url = take(os.fspath(path), app_state, Ranks(pg), replicated, chosen)
-        return cls(url, pg, allow_pickle=allow_pickle)
+        with using(storage_options):
+            url = take(os.fspath(path), app_state, Ranks(pg), replicated, chosen)
+        return cls(url, pg, allow_pickle=allow_pickle, storage_options=storage_options)
 
     @classmethod
     def async_take(
@@ -133,6 +142,7 @@ class Snapshot:
         fsync: bool = True,
         allow_pickle: bool = False,
         base: str | os.PathLike[str] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> PendingSnapshot:
         """Take a snapshot while the program goes on: return as soon as everything is staged in
@@ -144,6 +154,9 @@ class Snapshot:
         Args:
             path, app_state, pg, replicated, overwrite, fsync, allow_pickle, base, options: as for
                 :meth:`take`.
+            storage_options: as for the class; the process that writes is sent them, and what
+                ``fsspec.config.conf`` has for the URL, so they are numbers, texts, bytes, and lists
+                and dicts of those.
             memory_budget: bytes that may be staged at a time; None: half of what the host has free.
                 If there is more to write, the call takes as long as writing what goes beyond it.
 
@@ -157,9 +170,12 @@ class Snapshot:
             overwrite=overwrite, fsync=fsync, allow_pickle=allow_pickle, base=given, **options
         )
         check = partial(allowed, memory_budget)
-        agreed = agree(os.fspath(path), app_state, Ranks(pg), replicated, chosen, check)
-        future = begin(agreed, memory_budget)
-        return PendingSnapshot(cls(agreed.first.url, pg, allow_pickle=allow_pickle), future)
+        with using(storage_options):
+            agreed = agree(os.fspath(path), app_state, Ranks(pg), replicated, chosen, check)
+            future = begin(agreed, memory_budget)
+        url = agreed.first.url
+        made = cls(url, pg, allow_pickle=allow_pickle, storage_options=storage_options)
+        return PendingSnapshot(made, future)
 
     def restore(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from torchstore_snapshot.errors import SnapshotNotFoundError
 from torchstore_snapshot.format.manifest import Manifest, StoredKey
 from torchstore_snapshot.stopping import in_thread
 from torchstore_snapshot.storage.opening import open_storage, read_manifest
+from torchstore_snapshot.storage.settings import using
 from torchstore_snapshot.taking.take import TakeOptions, take_values
 
 __all__ = ["load_into_store", "snapshot_store"]
@@ -34,6 +36,7 @@ async def snapshot_store(
     overwrite: bool = False,
     fsync: bool = True,
     allow_pickle: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Snapshot:
     """Take a snapshot of what is in a store.
 
@@ -47,7 +50,7 @@ async def snapshot_store(
         path: where to.
         prefix: only keys that start with it.
         store_name: which store.
-        overwrite, fsync, allow_pickle: as for ``Snapshot.take``.
+        overwrite, fsync, allow_pickle, storage_options: as for ``Snapshot.take``.
 
     Returns:
         The snapshot. A key's state dict has its entries; any other value is its entry ``"value"``.
@@ -93,10 +96,14 @@ async def snapshot_store(
             stored[name], states[name] = _state_dict(value, version, key)
     options = TakeOptions(overwrite=overwrite, fsync=fsync, allow_pickle=allow_pickle)
     fetch = fetching(client, stored)
-    call = partial(take_values, os.fspath(path), states, stored, options, fetch)
-    url = await in_thread(call)
+
+    def take() -> str:
+        with using(storage_options):
+            return take_values(os.fspath(path), states, stored, options, fetch)
+
+    url = await in_thread(take)
     held.clear()
-    return Snapshot(url, allow_pickle=allow_pickle)
+    return Snapshot(url, allow_pickle=allow_pickle, storage_options=storage_options)
 
 
 async def _newest(client: ts.Client, key: str, held: list[ts.HeldRef]) -> tuple[ts.Found, Any]:
@@ -124,6 +131,7 @@ async def load_into_store(
     keep_versions: bool = True,
     allow_pickle: bool = False,
     verify: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, ObjectRef]:
     """Put what is in a snapshot into a store, one key after the other, with all versions that it
     has of them; the store then keeps as many. What was stored as shards becomes the same shards,
@@ -139,6 +147,7 @@ async def load_into_store(
             makes the next version.
         allow_pickle: also load values that were pickled.
         verify: compare hashes.
+        storage_options: as for ``Snapshot``.
 
     Returns:
         What was put last, by key.
@@ -150,9 +159,10 @@ async def load_into_store(
         StoreFullError, VersionGoneError, StoreClosedError: a value cannot be put.
     """
     client = await ts.client(store_name)
-    storage = open_storage(path)
+    with using(storage_options):
+        storage = open_storage(path)
     manifest = await thread_loops.in_thread(partial(read_manifest, storage))
-    snapshot = Snapshot(path, allow_pickle=allow_pickle)
+    snapshot = Snapshot(path, allow_pickle=allow_pickle, storage_options=storage_options)
     refs: dict[str, ObjectRef] = {}
     found = [(_key_of(manifest, name), name) for name in manifest.of_rank(0)]
     counts = Counter(key for key, _ in found)

@@ -25,8 +25,7 @@ from torchstore_snapshot.format.paths import claim_file
 from torchstore_snapshot.format.safetensors_files import Layout
 from torchstore_snapshot.series.claims import Claim
 from torchstore_snapshot.storage.base import Storage
-from torchstore_snapshot.storage.opening import open_storage, read_manifest
-from torchstore_snapshot.storage.remote import set_environment
+from torchstore_snapshot.storage.opening import read_manifest
 from torchstore_snapshot.taking.merging import Part
 from torchstore_snapshot.taking.take import TakeOptions
 from torchstore_snapshot.taking.writing import OpenFiles, Source, bytes_of
@@ -73,9 +72,7 @@ class WrittenTake:
 
     @cached_property
     def _storage(self) -> Storage:
-        if self._join.environment:
-            set_environment(self._join.environment)
-        return open_storage(self._join.url)
+        return self._join.open()
 
     def handle(self, message: m.Begin | m.Batch | m.Finish) -> bool:
         """Handle a message. Returns whether the take is committed."""

@@ -11,6 +11,10 @@ import msgspec
 from torchstore_core.errors import TorchStoreError, from_wire
 from torchstore_snapshot import errors as own_errors
 from torchstore_snapshot.errors import SnapshotError
+from torchstore_snapshot.storage.base import Storage
+from torchstore_snapshot.storage.opening import open_storage
+from torchstore_snapshot.storage.remote import set_environment
+from torchstore_snapshot.storage.settings import Settings, using
 from torchstore_snapshot.taking.merging import Part
 
 __all__ = ["Abandon", "Advanced", "Batch", "Begin", "Chunk", "Done", "Failed", "Finish", "Join"]
@@ -34,6 +38,7 @@ class Join(msgspec.Struct, array_like=True, tag=True):
         url, take, rank, size: of the snapshot, of the take, of this rank, and of all ranks.
         environment: variables that say where object stores are, and as whom they are asked: those
             of the program may have changed since the writer was started.
+        settings: what file systems are opened with in the program.
     """
 
     job: int
@@ -42,6 +47,15 @@ class Join(msgspec.Struct, array_like=True, tag=True):
     rank: int
     size: int
     environment: dict[str, str] = {}
+    settings: Settings = msgspec.field(default_factory=Settings)
+
+    def open(self) -> Storage:
+        """Return the storage of the snapshot, opened as in the program. Called by the writer."""
+        if self.environment:
+            set_environment(self.environment)
+        self.settings.apply()
+        with using(self.settings.options):
+            return open_storage(self.url)
 
 
 class Begin(msgspec.Struct, array_like=True, tag=True):

@@ -31,6 +31,7 @@ from torchstore_snapshot.stopping import check, run_in_background
 from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.storage.opening import open_storage
 from torchstore_snapshot.storage.remote import RemoteStorage, environment
+from torchstore_snapshot.storage.settings import Settings, current, settings_for, using
 from torchstore_snapshot.taking.merging import part_of
 from torchstore_snapshot.taking.preparing import Agreed, Prepared, plan
 
@@ -76,7 +77,7 @@ def allowed(memory_budget: int | None, storage: Storage) -> None:
 
     Raises:
         ConfigurationError: the budget is not a positive number, or another process would not see
-            the storage.
+            the storage, or cannot be sent what it is opened with.
     """
     budget: object = memory_budget
     if budget is not None and (type(budget) is not int or budget < 1):
@@ -85,6 +86,8 @@ def allowed(memory_budget: int | None, storage: Storage) -> None:
         raise ConfigurationError(
             f"async_take writes in another process, which does not see {storage.url!r}; use take"
         )
+    if isinstance(storage, RemoteStorage):
+        settings_for(storage.url)
 
 
 def begin(agreed: Agreed, memory_budget: int | None) -> Future[None]:
@@ -127,7 +130,8 @@ class _Stage:
     def __init__(self, agreed: Agreed) -> None:
         self.outcome: Future[None] = Future()
         self._agreed = agreed
-        self._claim = agreed.claim
+        self._claim = self._first_claim = agreed.claim
+        self._options = current()
         self._loop = thread_loops.background()
         self._credit = asyncio.Semaphore(2)
         self._meter = contextlib.ExitStack()
@@ -143,11 +147,14 @@ class _Stage:
         """
         first, ranks = self._agreed.first, self._agreed.ranks
         remote = isinstance(open_storage(first.url), RemoteStorage)
+        settings = settings_for(first.url) if remote else Settings()
         job = writer.job(self._released)
         self._writer, self._job = writer, job
         job.done.add_done_callback(self._ended)
         environs = environment() if remote else {}
-        writer.send(m.Join(job.number, first.url, first.take, ranks.rank, ranks.size, environs))
+        writer.send(
+            m.Join(job.number, first.url, first.take, ranks.rank, ranks.size, environs, settings)
+        )
 
     def write(self, prepared: Prepared, limit: int, *, prefault: bool) -> None:
         """Stage everything, and have it written and committed.
@@ -211,7 +218,7 @@ class _Stage:
     def _tell_others(self, error: str) -> None:
         agreed = self._agreed
         if agreed.ranks.size > 1:
-            with contextlib.suppress(TorchStoreError, OSError):
+            with contextlib.suppress(TorchStoreError, OSError), using(self._options):
                 storage = open_storage(agreed.first.url)
                 report_failure(storage, agreed.first.take, agreed.ranks.rank, error)
 
@@ -229,6 +236,9 @@ class _Stage:
                 await asyncio.to_thread(self._tell_others, str(error))
             if isinstance(error, SnapshotWriterError):  # it can tidy nothing up
                 await self._unstage(self._keys)
+            elif error is not None and self._first_claim is not None:
+                # The writer has removed it, unless it cannot do with the storage what this can.
+                await asyncio.to_thread(self._first_claim.release)
         finally:
             if error is None:
                 self.outcome.set_result(None)

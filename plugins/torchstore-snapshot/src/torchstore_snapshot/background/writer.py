@@ -20,7 +20,6 @@ from torchstore_core.errors import TorchStoreError
 from torchstore_snapshot.background import messages as m
 from torchstore_snapshot.background.job import STORE, WrittenTake
 from torchstore_snapshot.background.rendezvous import rank_0_was_late, report_failure
-from torchstore_snapshot.storage.opening import open_storage
 
 __all__ = ["main"]
 
@@ -78,7 +77,7 @@ class _Program:
         for take in [*self._takes.values()]:
             if take.size > 1:
                 with contextlib.suppress(TorchStoreError, OSError):
-                    storage = open_storage(take.url)
+                    storage = take.open()
                     report_failure(storage, take.take, take.rank, "its program has ended")
         for batch in [*self._staged.values()]:
             self.release(batch)

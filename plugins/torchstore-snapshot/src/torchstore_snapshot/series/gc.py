@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -18,6 +19,7 @@ from torchstore_snapshot.series.retiring import retire, sweep_map
 from torchstore_snapshot.series.survey import Place, Survey, folder_name, survey
 from torchstore_snapshot.storage.base import KeepsUnfinished, Storage
 from torchstore_snapshot.storage.opening import open_storage
+from torchstore_snapshot.storage.settings import using
 
 __all__ = ["GarbageFile", "GcReport", "gc", "remove_replaced"]
 
@@ -78,6 +80,7 @@ def gc(
     keep_last: int | None = None,
     dry_run: bool = False,
     grace: float | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> GcReport:
     """Remove the leavings of takes that have died, and snapshots other than the last ones.
 
@@ -99,6 +102,7 @@ def gc(
         grace: seconds without a sign of life after which a take on another host counts as dead, and
             after which files count as left behind whose take has no claim; None: 15 minutes, and a
             day.
+        storage_options: as for :class:`~torchstore_snapshot.Snapshot`.
 
     Raises:
         ConfigurationError: an argument is invalid.
@@ -116,7 +120,11 @@ def gc(
     last: object = keep_last
     if last is not None and (type(last) is not int or last < 1):
         raise ConfigurationError(f"keep_last is an int above 0, not {last!r}")
-    text = os.fspath(path)
+    with using(storage_options):
+        return _gc(os.fspath(path), keep_last, dry_run, grace)
+
+
+def _gc(text: str, keep_last: int | None, dry_run: bool, grace: float | None) -> GcReport:
     own = open_storage(text)
     single = any(info.name == MANIFEST or take_of(info.name) for info in own.list())
     if single and keep_last is not None:

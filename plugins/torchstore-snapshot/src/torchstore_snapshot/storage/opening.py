@@ -14,6 +14,7 @@ from torchstore_snapshot.format.paths import MANIFEST, take_of
 from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.storage.local import LocalStorage
 from torchstore_snapshot.storage.remote import RemoteStorage
+from torchstore_snapshot.storage.settings import current
 
 __all__ = ["leavings", "open_storage", "read_manifest"]
 
@@ -23,17 +24,21 @@ def open_storage(path: str | os.PathLike[str]) -> Storage:
 
     Raises:
         ConfigurationError: the URL's scheme is unknown, the package for it is not installed, the
-            path is no path, or a URL of a local folder names another host or a relative path.
+            path is no path, a URL of a local folder names another host or a relative path, or a
+            folder is given ``storage_options``.
     """
     text: object = os.fspath(path)
     if not isinstance(text, str) or not text or "\0" in text:
         raise ConfigurationError(f"the path of a snapshot is a str, not {text!r}")
     local = _LOCAL.match(text)
-    if local is not None:
-        return LocalStorage(_path_of(text, text[local.end() :]))
-    if "://" not in text:
-        return LocalStorage(text)
-    return RemoteStorage.at(text)
+    if local is None and "://" in text:
+        return RemoteStorage.at(text)
+    if current():
+        raise ConfigurationError(
+            f"{text!r} is a folder, which is opened without storage_options; they are for URLs",
+            details={"path": text},
+        )
+    return LocalStorage(text if local is None else _path_of(text, text[local.end() :]))
 
 
 # What the URLs of local files begin with; RFC 8089 has file:/path, too.

@@ -17,6 +17,7 @@ from torchstore_snapshot.format.paths import temporary
 from torchstore_snapshot.storage.base import FileInfo, Writer
 from torchstore_snapshot.storage.multipart import PART, MultipartWriter
 from torchstore_snapshot.storage.naming import code_of, naming
+from torchstore_snapshot.storage.settings import configured, current
 
 __all__ = ["RemoteReader", "RemoteStorage", "environment", "set_environment"]
 
@@ -133,8 +134,9 @@ class RemoteStorage:
     def at(cls, url: str) -> RemoteStorage:
         """Return the folder at a URL. Nothing is requested.
 
-        Credentials and addresses are those of the environment and of fsspec's configuration: for
-        example ``AWS_ACCESS_KEY_ID`` and ``AWS_ENDPOINT_URL``.
+        Credentials and addresses are those of the call's ``storage_options``, of fsspec's
+        configuration, and of the environment: for example ``AWS_ACCESS_KEY_ID`` and
+        ``AWS_ENDPOINT_URL``.
 
         Raises:
             ConfigurationError: no package for URLs like this one is installed.
@@ -143,11 +145,13 @@ class RemoteStorage:
         import fsspec  # type: ignore[import-untyped]  # takes long; local files need none of it
 
         # Instances are kept here, because those that fsspec keeps do not see a changed environment.
-        options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
-        if scheme in _S3 and "config_kwargs" not in fsspec.config.conf.get(scheme, {}):
+        given, conf = current(), configured(url)
+        options = {**given, "use_listings_cache": False, "skip_instance_cache": True}
+        if scheme in _S3 and "config_kwargs" not in {**(conf.get(scheme) or {}), **given}:
             options["config_kwargs"] = _S3_CONFIG
         host = url if "::" in url else rest.partition("/")[0]
-        identity = (os.getpid(), scheme, host, *sorted(environment().items()))
+        settings = repr((sorted(given.items()), sorted(conf.items())))
+        identity = (os.getpid(), scheme, host, settings, *sorted(environment().items()))
         with _lock:
             fs = _known.get(identity)
             if fs is None:
@@ -165,7 +169,7 @@ class RemoteStorage:
                 if len(_known) > _KNOWN_MAX:
                     _known.clear()
                 _known[identity] = fs
-        root = fsspec.core.url_to_fs(url)[1] if "::" in url else fs._strip_protocol(url)
+        root = fsspec.core.url_to_fs(url, **given)[1] if "::" in url else fs._strip_protocol(url)
         return cls(fs, root, url)
 
     @property
