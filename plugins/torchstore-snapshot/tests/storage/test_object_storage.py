@@ -134,7 +134,7 @@ async def test_settings_of_the_program_for_stores(unknown_server: dict[str, Any]
         snapshot = await snapshot_store(URL, **unknown_server)
         assert snapshot.read_object("w/value").tolist() == [*range(5)]
         await client.delete_batch(["w", "sd"])
-        refs = await load_into_store(URL, **unknown_server)
+        refs = await load_into_store(URL, keep_versions=False, **unknown_server)
         assert sorted(refs) == ["sd", "w"]
         assert (await client.get("w")).tolist() == [*range(5)]
     finally:
