@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -62,6 +64,33 @@ def restore_sharded(folder: str, mesh_shape: list[int], spec: str) -> None:
         assert torch.equal(state[name].full_tensor(), full(name)), name
     assert state["same"] == 3
     assert state["equal"].tolist() == [0, 1, 2]
+
+
+def _sharded_tensor(name: str, values: bool) -> Any:
+    """As FSDP1 and torchrec have them."""
+    places: list[Any] = [f"rank:{rank}/cpu" for rank in range(dist.get_world_size())]
+    made = sharded_tensor.empty(ChunkShardingSpec(dim=0, placements=places), *SHAPES[name])
+    for shard in made.local_shards():
+        begin, rows = shard.metadata.shard_offsets[0], shard.metadata.shard_sizes[0]
+        shard.tensor.copy_(full(name)[begin : begin + rows] * values)
+    return made
+
+
+def take_sharded_tensors(folder: str) -> None:
+    state = StateDict(**{name: _sharded_tensor(name, True) for name in SHAPES})
+    state.update(same=3, equal=torch.arange(3))
+    Snapshot.take(folder, {"m": state}, fsync=False)
+
+
+def restore_sharded_tensors(folder: str) -> None:
+    state = StateDict(**{name: _sharded_tensor(name, False) for name in SHAPES})
+    Snapshot(folder).restore({"m": state}, strict=False)
+    one = _sharded_tensor("wide", False)
+    assert Snapshot(folder).read_object("m/wide", one) is one
+    for name, made in [*[(name, state[name]) for name in SHAPES], ("wide", one)]:
+        right = _sharded_tensor(name, True).local_shards()
+        for mine, other in zip(made.local_shards(), right, strict=True):
+            assert torch.equal(mine.tensor, other.tensor)
 
 
 def own_values(folder: str) -> tuple[int, list[float]]:

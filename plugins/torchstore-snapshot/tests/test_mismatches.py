@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +45,15 @@ def refuses(folder: Path, error: type[ts.TorchStoreError]) -> ts.TorchStoreError
         Snapshot(folder).restore({"m": own})
     assert unchanged(own, 2)
     return caught.value
+
+
+def test_what_is_not_stateful_is_named_whatever_is_at_the_path(tmp_path: Path) -> None:
+    wrong: dict[str, Any] = {"step": 1}
+    with pytest.raises(TypeError, match="step"):
+        Snapshot.take(tmp_path / "s", wrong)
+    with pytest.raises(TypeError, match="step"):
+        Snapshot(tmp_path / "s").restore(wrong)
+    assert not (tmp_path / "s").exists()
 
 
 def test_strict_names_all_differences(tmp_path: Path) -> None:

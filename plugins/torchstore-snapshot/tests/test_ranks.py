@@ -61,6 +61,16 @@ async def test_what_is_sharded_and_replicated_is_written_once(jobs: Jobs, tmp_pa
     assert len(ranks) == 2
 
 
+async def test_sharded_tensors_restore_on_other_ranks(jobs: Jobs, tmp_path: Path) -> None:
+    for job, other in (("four", "two"), ("two", "four")):
+        folder = str(tmp_path / job)
+        await jobs[job].run(acts.take_sharded_tensors, folder)
+        await jobs[other].run(acts.restore_sharded_tensors, folder)
+        await jobs[other].run(acts.restore_sharded, folder, [jobs[other].size], "1")
+        whole = Snapshot(folder).get_state_dict_for_key("m")
+        assert all(torch.equal(whole[name], acts.full(name)) for name in acts.SHAPES)
+
+
 async def test_each_rank_gets_its_own_values(jobs: Jobs, tmp_path: Path) -> None:
     folder = str(tmp_path / "s")
     await jobs["four"].run(acts.take_sharded, folder, [4], "0", False)

@@ -80,9 +80,9 @@ class Client(VolumeOperations):
     ) -> ObjectRef:
         """Store a value as the next version of ``key``; the value may be changed afterwards.
 
-        Each rank puts its own shard of a DTensor. The n-th put of every rank contributes to the
-        n-th version, which can be read as soon as its shards cover the tensor, and in any other
-        layout. Replicated shards are stored once.
+        Each rank puts its own shard of a DTensor or ShardedTensor. The n-th put of every rank
+        contributes to the n-th version, which can be read as soon as its shards cover the tensor,
+        and in any other layout. Replicated shards are stored once.
 
         Args:
             key: 1 to 4096 characters.

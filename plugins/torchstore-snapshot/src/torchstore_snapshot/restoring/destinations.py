@@ -12,7 +12,7 @@ import torch
 from torchstore_core import boxes
 from torchstore_core.clients.state_dicts.getting import StateDictReport
 from torchstore_core.clients.values import nesting
-from torchstore_core.clients.values.sharding import is_dtensor, is_sharded, local_parts
+from torchstore_core.clients.values.sharding import is_dtensor, is_sharded, local_parts, outline
 from torchstore_core.clients.values.tensors import check_destination, dtype_of
 from torchstore_core.errors import LayoutMismatchError, UnsupportedValueError
 from torchstore_core.values import TensorMeta
@@ -146,11 +146,10 @@ def tensor_reads(path: str, entry: TensorEntry, value: Any) -> list[Read]:
         target = check_destination(path, value, entry.shape, dtype, cast=False)
         return plan_reads(path, entry, target, boxes.whole(entry.shape))
     reads: list[Read] = []
-    if isinstance(value, torch.Tensor) and tuple(value.shape) != entry.shape:
-        raise _mismatch(path, entry, tuple(value.shape))
+    _, shape = outline(value)
+    if shape != entry.shape:
+        raise _mismatch(path, entry, shape)
     for local, part in local_parts(path, value):
-        if tuple(part.global_shape) != entry.shape:
-            raise _mismatch(path, entry, tuple(part.global_shape))
         target = check_destination(path, local, tuple(part.local_shape), dtype, cast=False)
         reads += plan_reads(path, entry, target, boxes.Box(part.offsets, part.local_shape))
     return reads

@@ -92,6 +92,7 @@ def restore(
     loads: _Loads = []
     try:
         check = _when(verify)
+        checked(app_state)  # first: whatever there is at the path, it is wrong
         manifest = manifest_of()
         planned = _plan(storage, manifest, app_state, ranks, strict=strict)
         with Files(storage, manifest) as files:

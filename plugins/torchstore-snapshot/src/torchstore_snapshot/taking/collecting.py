@@ -14,7 +14,7 @@ from torchstore_core import boxes
 from torchstore_core.clients.state_dicts.ties import Ties
 from torchstore_core.clients.values import nesting
 from torchstore_core.clients.values.codec import encode_object
-from torchstore_core.clients.values.sharding import is_dtensor, is_sharded, local_parts
+from torchstore_core.clients.values.sharding import is_dtensor, is_sharded, local_parts, outline
 from torchstore_core.clients.values.tensors import describe, dtype_name, storable
 from torchstore_core.errors import UnsupportedValueError
 from torchstore_core.values import TensorSlice
@@ -183,15 +183,13 @@ def _tensor_item(
         piece = LocalPiece(tensor, None)
         return Item(key, leaf.name, leaf.path, meta.dtype, meta.shape, (piece,), common=shared)
     parts = local_parts(path, value)
-    found = value[0] if isinstance(value, list) else value
-    dtype = found.dtype if isinstance(found, torch.Tensor) else found.tensor.dtype
-    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else parts[0].part.global_shape
+    dtype, shape = outline(value)
     pieces: list[LocalPiece] = []
     for local, part in parts:
         if 0 in part.local_shape and 0 not in shape:
             continue  # the empty share of an uneven distribution
         plain = TensorSlice(part.offsets, part.local_shape, part.global_shape)
-        whole = tuple(part.local_shape) == tuple(shape)
+        whole = tuple(part.local_shape) == shape
         tensor = local if absent and local.is_meta else storable(path, local)
         pieces.append(LocalPiece(tensor, None if whole else plain))
     # Tensors of one name on different meshes, as in the stages of a pipeline, are different ones;
@@ -202,7 +200,7 @@ def _tensor_item(
         leaf.name,
         leaf.path,
         dtype_name(dtype),
-        tuple(shape),
+        shape,
         tuple(pieces),
         common=True,
         mesh=mesh,

@@ -18,10 +18,10 @@ from torchstore_core.clients.values import nesting
 from torchstore_core.clients.values.codec import encode_object
 from torchstore_core.clients.values.memory import copy_tensors
 from torchstore_core.clients.values.sharding import (
-    is_dtensor,
+    is_distributed,
     is_sharded,
     local_parts,
-    mesh_ranks,
+    ranks_of,
     this_rank,
 )
 from torchstore_core.clients.values.tensors import (
@@ -75,8 +75,8 @@ def lay_out(
             meta, data = encode_object(name, value, allow_pickle=allow_pickle)
             entries.append(HeaderEntry(name, leaf.path, (), meta.codec, data))
             continue
-        if is_dtensor(value):
-            ranks |= mesh_ranks(value)
+        if is_distributed(value):
+            ranks |= ranks_of(value)
         parts: list[TensorReference] = []
         for local, part in parts_of(name, value):
             tensor = storable(name, local)

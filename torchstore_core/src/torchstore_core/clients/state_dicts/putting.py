@@ -34,8 +34,8 @@ from torchstore_core.clients.values import nesting
 from torchstore_core.clients.values.plain import look
 from torchstore_core.clients.values.sharding import (
     TensorShard,
-    is_dtensor,
-    mesh_ranks,
+    is_distributed,
+    ranks_of,
     takes_part,
     this_rank,
 )
@@ -173,9 +173,9 @@ def plan_put(
             sources.append(plain_source(name, looks_like, nbytes, value, path))
             continue
         plain = type(value) in PLAIN
-        if not plain and is_dtensor(value):
+        if not plain and is_distributed(value):
             outside = not takes_part(value) and (outside or not ranks)
-            ranks |= mesh_ranks(value)
+            ranks |= ranks_of(value)
         elif (
             not plain
             and isinstance(value, TensorShard)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
 
 import torch
 
@@ -17,10 +17,11 @@ from torchstore_core.errors import LayoutMismatchError, UnsupportedValueError
 from torchstore_core.values import TensorSlice
 
 if TYPE_CHECKING:
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
     from torch.distributed.tensor import DTensor
 
-__all__ = ["LocalPart", "ShardList", "TensorShard", "is_dtensor", "is_sharded", "local_parts"]
-__all__ += ["mesh_ranks", "takes_part", "this_rank"]
+__all__ = ["LocalPart", "ShardList", "TensorShard", "is_distributed", "is_dtensor", "is_sharded"]
+__all__ += ["local_parts", "outline", "ranks_of", "takes_part", "this_rank"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,18 +62,32 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def _is_sharded_tensor(value: object) -> TypeGuard[ShardedTensor]:
+    """Whether ``value`` is a ShardedTensor, as FSDP1 and torchrec have them. Does not import the
+    module that defines them.
+    """
+    module = sys.modules.get("torch.distributed._shard.sharded_tensor")
+    return module is not None and isinstance(value, module.ShardedTensor)
+
+
+def is_distributed(value: object) -> TypeGuard[DTensor | ShardedTensor]:
+    """Whether ``value`` is a tensor that itself says which ranks hold which parts of it."""
+    return is_dtensor(value) or _is_sharded_tensor(value)
+
+
 def is_sharded(value: object) -> bool:
     """Whether ``value`` represents a larger tensor of which this process holds only a part."""
     if type(value) is torch.Tensor:
         return False
-    return isinstance(value, TensorShard | ShardList) or is_dtensor(value)
+    return isinstance(value, TensorShard | ShardList) or is_distributed(value)
 
 
 def local_parts(key: str, value: Any) -> list[LocalPart]:
-    """Return the parts that this process holds of a DTensor or a :class:`TensorShard`.
+    """Return the parts that this process holds of a DTensor, a ShardedTensor or a
+    :class:`TensorShard`.
 
     Usually this is one part; there are several if the placements interleave, and none on a rank
-    outside of the mesh.
+    outside of the mesh, or without a shard.
 
     Raises:
         UnsupportedValueError: a DTensor has Partial placements, or has no memory.
@@ -82,6 +97,8 @@ def local_parts(key: str, value: Any) -> list[LocalPart]:
         return [_checked(key, value)]
     if isinstance(value, ShardList):
         return [_checked(key, shard) for shard in value]
+    if _is_sharded_tensor(value):
+        return [_checked(key, shard) for shard in _shards_of(value)]
     with torch.no_grad():
         local = value.to_local()
     if hasattr(local, "wait"):  # the result of a collective that may still be running
@@ -127,19 +144,49 @@ def local_parts(key: str, value: Any) -> list[LocalPart]:
     return parts
 
 
-def mesh_ranks(value: DTensor) -> frozenset[int]:
-    """Return the global ranks that put a DTensor: those of its mesh's root mesh.
+def outline(value: Any) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Return the dtype and the whole shape of a sharded value, of which a part may be here."""
+    if isinstance(value, ShardList):
+        value = value[0]
+    if isinstance(value, TensorShard):
+        return value.tensor.dtype, tuple(value.tensor_slice.global_shape)
+    if _is_sharded_tensor(value):  # its own attributes warn that it is deprecated
+        whole = value.metadata()
+        return whole.tensor_properties.dtype, tuple(whole.size)
+    return value.dtype, tuple(value.shape)
 
-    If its mesh is a submesh, the parallel submeshes of the same root hold replicas. If each of them
-    were a version's participants by itself, a late rank of one submesh could complete the version
-    that the ranks of the next one began.
+
+def _shards_of(value: ShardedTensor) -> list[TensorShard]:
+    shape = tuple(value.metadata().size)
+    found: list[TensorShard] = []
+    for shard in value.local_shards():
+        # Beyond the end are the empty shards of ranks for which nothing was left.
+        at = map(min, shard.metadata.shard_offsets, shape)
+        part = TensorSlice(tuple(at), tuple(shard.metadata.shard_sizes), shape)
+        found.append(TensorShard(shard.tensor, part))
+    return found
+
+
+def ranks_of(value: DTensor | ShardedTensor) -> frozenset[int]:
+    """Return the global ranks that put it: those of a DTensor's root mesh, or those that have a
+    shard of a ShardedTensor.
+
+    If a DTensor's mesh is a submesh, the parallel submeshes of the same root hold replicas. If each
+    of them were a version's participants by itself, a late rank of one submesh could complete the
+    version that the ranks of the next one began.
     """
-    return _ranks_of(_root_of(value.device_mesh))
+    if not _is_sharded_tensor(value):
+        return _ranks_of(_root_of(cast("DTensor", value).device_mesh))
+    places = [shard.placement for shard in value.metadata().shards_metadata]
+    ranks = [place.rank() for place in places if place is not None]
+    return frozenset(rank for rank in ranks if rank is not None)
 
 
-def takes_part(value: DTensor) -> bool:
-    """Whether this process is one of the ranks in :func:`mesh_ranks`."""
-    return _root_of(value.device_mesh).get_coordinate() is not None
+def takes_part(value: DTensor | ShardedTensor) -> bool:
+    """Whether this process is one of the ranks in :func:`ranks_of`."""
+    if is_dtensor(value):
+        return _root_of(value.device_mesh).get_coordinate() is not None
+    return torch.distributed.get_rank() in ranks_of(value)
 
 
 def this_rank() -> str:
