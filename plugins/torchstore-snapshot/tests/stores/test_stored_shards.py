@@ -75,7 +75,7 @@ async def test_shards_stay_shards(store: ts.Client, tmp_path: Path, keep_version
     (file,) = (tmp_path / "s").glob("*.safetensors")
     pieces = load_file(file)
     assert len(pieces) == 4
-    assert torch.equal(pieces["value[2:5,4:7]"], WHOLE[2:, 4:])
+    assert torch.equal(pieces["w[2:5,4:7]"], WHOLE[2:, 4:])
 
     await ts.shutdown()
     again = await ts.initialize(**SMALL, num_storage_volumes=3)

@@ -7,10 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.support import SMALL
 
 import torchstore_core as ts
 from torchstore_snapshot import Snapshot, load_into_store, snapshot_store
+from torchstore_snapshot.format.paths import new_take_id
+from torchstore_snapshot.taking.collecting import collect_values
+from torchstore_snapshot.taking.planning import holdings, split_work
+from torchstore_snapshot.taking.sharing import plan_store_files
 
 
 @pytest.fixture
@@ -85,3 +90,40 @@ async def test_a_prefix(store: ts.Client, tmp_path: Path) -> None:
     snapshot = await snapshot_store(tmp_path / "s", prefix="a/")
     assert [*snapshot.manifest.store] == ["a/x"]
     assert snapshot.read_object("a/x/value") == 1
+
+
+def test_shared_files_are_of_bounded_size() -> None:
+    states = {f"v{i}": {"value": torch.ones(100)} for i in range(50)}
+    items = collect_values(states)
+    units = split_work(items, 0, [holdings(items)])
+    files, sharing = plan_store_files(items, units, new_take_id(), (), file_max=4000)
+    assert [len(file.units) for file in files] == [10] * 5
+    assert sharing == states.keys()
+
+
+async def test_small_keys_share_files(store: ts.Client, tmp_path: Path) -> None:
+    values = {f"v/{i}": torch.full((100,), float(i)) for i in range(300)}
+    await store.put_batch(values)
+    for i in range(70):
+        await store.put_state_dict({"w": torch.full((10 + i,), float(i)), "n": i}, f"sd/{i}")
+    await store.put_state_dict({"w": torch.ones(1)}, "store")  # a file is named like this key
+    snapshot = await snapshot_store(tmp_path / "s")
+    names = {file.name.partition("-")[0] for file in snapshot.manifest.files}
+    # The largest state dicts have files of their own, and maps of weights; all others share one.
+    assert len(names) == len(snapshot.manifest.files) == 65
+    assert names == {"store", *(f"sd_{i}" for i in range(6, 70))}
+    assert len([*(tmp_path / "s").glob("*.index.json")]) == 64
+    (shared,) = (tmp_path / "s").glob("store-*.safetensors")
+    found = load_file(shared)
+    assert len(found) == 307
+    assert torch.equal(found["v/7"], values["v/7"])
+    assert found["sd/5/w"].tolist() == [5.0] * 15
+    assert snapshot.verify() == {}
+
+    await ts.shutdown()
+    again = await ts.initialize(**SMALL)
+    assert len(await load_into_store(tmp_path / "s")) == 371
+    back = await again.get_batch([*values])
+    assert all(torch.equal(back[key], value) for key, value in values.items())
+    assert (await again.get("sd/5"))["n"] == 5
+    assert (await again.get("store"))["w"].tolist() == [1.0]

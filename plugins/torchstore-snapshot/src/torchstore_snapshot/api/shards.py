@@ -23,11 +23,13 @@ from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.taking.collecting import Item, LocalPiece
 from torchstore_snapshot.taking.writing import Fetch
 
-__all__ = ["Reading", "described", "fetching", "put_shards", "shards_of"]
+__all__ = ["STATE_DICT", "Reading", "described", "fetching", "put_shards", "shards_of"]
 
 # Bytes of shards that are read from files before they are put.
 _READ = 64 << 20
 _ALIGNMENT = 64
+#: What ``stat`` calls a state dict.
+STATE_DICT = "state dict"
 
 
 def described(found: ts.Found) -> ShardList:
@@ -51,10 +53,13 @@ def fetching(client: ts.Client, stored: dict[str, StoredKey]) -> Fetch:
     loop = asyncio.get_running_loop()
 
     async def get(pieces: Sequence[tuple[Item, LocalPiece]]) -> list[torch.Tensor]:
-        gets = [
-            client.get(Request(item.key, stored[item.key].version, piece.slice))
-            for item, piece in pieces
-        ]
+        gets = []
+        for item, piece in pieces:
+            known = stored[item.key]
+            key = known.key or item.key
+            if known.kind == STATE_DICT:
+                key += f"/{item.name}"
+            gets.append(client.get(Request(key, known.version, piece.slice)))
         tensors: list[torch.Tensor] = await asyncio.gather(*gets)
         return tensors
 

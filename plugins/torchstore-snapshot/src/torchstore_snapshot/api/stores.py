@@ -13,8 +13,16 @@ from torchstore_core.clients.calls import thread_loops
 from torchstore_core.clients.packed.packed import TorchStoreStateDict
 from torchstore_core.clients.stores.environment import DEFAULT_NAME
 from torchstore_core.clients.values import nesting
-from torchstore_core.values import ObjectRef, Request
-from torchstore_snapshot.api.shards import Reading, described, fetching, put_shards, shards_of
+from torchstore_core.values import ObjectRef, Request, StateDictMeta
+from torchstore_snapshot.api.entries import state_dict_in, with_shards
+from torchstore_snapshot.api.shards import (
+    STATE_DICT,
+    Reading,
+    described,
+    fetching,
+    put_shards,
+    shards_of,
+)
 from torchstore_snapshot.api.snapshot import Snapshot
 from torchstore_snapshot.errors import SnapshotNotFoundError
 from torchstore_snapshot.format.manifest import Manifest, StoredKey
@@ -44,7 +52,8 @@ async def snapshot_store(
     keeps several versions has all of them; each is consistent in itself. Tensors are written
     straight from the store's memory, and stay leased until they are. A tensor that is stored as
     shards is written shard by shard, each of them once, however many copies the store has; from
-    another host, 64 MiB of shards are fetched at a time. Shards in state dicts are put together.
+    another host, 64 MiB of shards are fetched at a time. The same holds for sharded entries of
+    state dicts.
 
     Args:
         path: where to.
@@ -77,23 +86,26 @@ async def snapshot_store(
                 found, value = await _newest(client, key, held)
             except ts.KeyNotFoundError:
                 continue
-        if found.kind != "state dict":
+        if found.kind != STATE_DICT:
             stored[key] = StoredKey(found.kind, found.version)
             states[key] = {_VALUE: value}
             continue
-        stored[key], states[key] = _state_dict(value, found.version)
+        stored[key] = StoredKey(found.kind, found.version, _packed(found))
+        states[key] = value
         entries |= {f"{key}/{leaf.name}" for leaf in nesting.flatten(key, states[key])}
         for version in found.versions:
             if version == found.version:
                 continue
             try:
-                value = await client.get(Request(key, version))
+                then = await client.stat(key, version=version)
+                value = await state_dict_in(client, key, version, held)
             except (ts.KeyNotFoundError, ts.VersionGoneError):
                 continue  # newer versions have taken its place
             name = f"{key}@{version}"
             while name in states or name in keys:
                 name += "@"
-            stored[name], states[name] = _state_dict(value, version, key)
+            stored[name] = StoredKey(found.kind, version, _packed(then), key)
+            states[name] = value
     options = TakeOptions(overwrite=overwrite, fsync=fsync, allow_pickle=allow_pickle)
     fetch = fetching(client, stored)
 
@@ -111,16 +123,16 @@ async def _newest(client: ts.Client, key: str, held: list[ts.HeldRef]) -> tuple[
     until they are read.
     """
     found = await client.stat(key)
+    if found.kind == STATE_DICT:
+        return found, await state_dict_in(client, key, found.version, held)
     if not found.shards:
         return found, await client.get(Request(key, found.version))
     held.append(await client.hold(ObjectRef(key, found.version)))
     return found, described(found)
 
 
-def _state_dict(value: Any, version: int, key: str = "") -> tuple[StoredKey, dict[str, Any]]:
-    packed = isinstance(value, TorchStoreStateDict)
-    state = value.to_state_dict() if packed else value
-    return StoredKey("state dict", version, packed, key), state
+def _packed(found: ts.Found) -> bool:
+    return isinstance(found.meta, StateDictMeta) and found.meta.packed
 
 
 async def load_into_store(
@@ -177,19 +189,21 @@ async def load_into_store(
         known = manifest.store.get(name)
         version = known.version if known is not None and keep_versions else None
         shards = None if known is None else shards_of(manifest.of_rank(0)[name].get(_VALUE))
-        if known is not None and known.kind != "state dict" and shards is not None:
+        if known is not None and known.kind != STATE_DICT and shards is not None:
             reading = Reading(storage, manifest, f"{name}/{_VALUE}", verify)
             refs[key] = await put_shards(client, key, version, shards, reading)
             continue
         read = partial(snapshot.get_state_dict_for_key, name, verify=verify)
         state = await thread_loops.in_thread(read)
-        if known is not None and known.kind != "state dict":
+        if known is not None and known.kind != STATE_DICT:
             if _VALUE not in state:
                 raise SnapshotNotFoundError(f"the snapshot {path!r} has no value of {key!r}")
             refs[key] = await client.put(
                 key, state[_VALUE], version=version, allow_pickle=allow_pickle
             )
             continue
+        if known is not None:
+            state = with_shards(state, key, manifest.of_rank(0)[name])
         value = TorchStoreStateDict.from_state_dict(state) if known and known.packed else state
         keep = counts[key] if counts[key] > 1 else None
         put = await client.put_state_dict(

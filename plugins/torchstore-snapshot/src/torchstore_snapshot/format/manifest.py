@@ -143,12 +143,15 @@ class StoredKey(msgspec.Struct, frozen=True, omit_defaults=True):
         packed: a state dict was put as a ``TorchStoreStateDict``.
         key: the key in the store, if the snapshot has the version under another name, because it
             is not the newest one; otherwise empty.
+        shared: its tensors are in files that other keys use, too, under names that begin with this
+            key.
     """
 
     kind: str
     version: int
     packed: bool = False
     key: str = ""
+    shared: bool = False
 
 
 class Checkpoint(msgspec.Struct, frozen=True, omit_defaults=True):

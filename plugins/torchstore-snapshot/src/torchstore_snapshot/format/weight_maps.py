@@ -54,15 +54,18 @@ def written_by_a_take(data: bytes) -> bool:
 
 
 def weight_maps(manifest: Manifest) -> dict[str, bytes]:
-    """Return the contents of the map of each state dict whose tensors are all whole and in files
-    of the snapshot's own take, by the name of its file. Nothing in a snapshot refers to these
-    files.
+    """Return the contents of the map of each state dict whose tensors are all whole, in files of
+    the snapshot's own take that no other key shares; by the name of the map's file. Nothing in a
+    snapshot refers to these files.
 
     Libraries load everything from each file that a map names. Files of earlier takes have earlier
     values of the same names, so a map that named one could make a wrong model without a word.
     """
     found: dict[str, bytes] = {}
     for key, named in manifest.shared.items():
+        known = manifest.store.get(key)
+        if known is not None and known.shared:
+            continue
         weights: dict[str, str] = {}
         seen: set[tuple[int, int]] = set()
         total = 0

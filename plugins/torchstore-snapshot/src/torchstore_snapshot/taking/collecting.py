@@ -14,7 +14,13 @@ from torchstore_core import boxes
 from torchstore_core.clients.state_dicts.ties import Ties
 from torchstore_core.clients.values import nesting
 from torchstore_core.clients.values.codec import encode_object
-from torchstore_core.clients.values.sharding import is_dtensor, is_sharded, local_parts, outline
+from torchstore_core.clients.values.sharding import (
+    ShardList,
+    is_dtensor,
+    is_sharded,
+    local_parts,
+    outline,
+)
 from torchstore_core.clients.values.tensors import describe, dtype_name, storable
 from torchstore_core.errors import UnsupportedValueError
 from torchstore_core.values import TensorSlice
@@ -125,6 +131,7 @@ def collect_values(
     """
     items: list[Item] = []
     ties = Ties()
+    absentees: dict[int, int] = {}  # shards without memory are tied if they are the same object
     for key, state in states.items():
         exceptions = (common or {}).get(key)
         everywhere = common is not None and key in common
@@ -143,6 +150,9 @@ def collect_values(
                 )
                 continue
             first = ties.find(value, len(items))
+            if absent and first is None and isinstance(value, ShardList):
+                known = absentees.setdefault(id(value), len(items))
+                first = known if known < len(items) else None
             made = _tensor_item(key, leaf, path, value, shared, absent=absent)
             if first is not None and (made.dtype, made.shape) == items[first][3:5]:
                 made = made._replace(tied=first)

@@ -19,7 +19,7 @@ from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.storage.opening import open_storage
 from torchstore_snapshot.taking.collecting import collect_values
 from torchstore_snapshot.taking.merging import Part, merge, part_of
-from torchstore_snapshot.taking.planning import holdings, plan_files, split_work
+from torchstore_snapshot.taking.planning import holdings, split_work
 from torchstore_snapshot.taking.preparing import Prepared, TakeOptions, agree, plan, prepare
 from torchstore_snapshot.taking.publishing import publish
 from torchstore_snapshot.taking.replacing import (
@@ -28,6 +28,7 @@ from torchstore_snapshot.taking.replacing import (
     refuse_existing,
     refuse_foreign_maps,
 )
+from torchstore_snapshot.taking.sharing import plan_store_files
 from torchstore_snapshot.taking.writing import Fetch, write_files
 
 __all__ = [
@@ -189,12 +190,16 @@ def take_values(
     storage = open_storage(path)
     refuse_existing(storage, overwrite=options.overwrite)
     items = collect_values(states, allow_pickle=options.allow_pickle, absent=True)
-    refuse_foreign_maps(storage, maps_of(items))
-    storage.prepare(durable=options.fsync)
     alone = Ranks.alone()
     units = split_work(items, 0, [holdings(items)])
     name = new_take_id()
-    files = plan_files(items, units, name, 0, options.file_max)
+    state_dicts = {key for key, known in store.items() if known.kind == "state dict"}
+    files, sharing = plan_store_files(items, units, name, state_dicts, options.file_max)
+    store = {
+        key: msgspec.structs.replace(known, shared=key in sharing) for key, known in store.items()
+    }
+    refuse_foreign_maps(storage, maps_of(item for item in items if item.key not in sharing))
+    storage.prepare(durable=options.fsync)
     prepared = Prepared(name, storage.url, alone, sorted(states), items, files, options)
     claim = Claim(storage, name)
     try:
