@@ -245,11 +245,6 @@ async def test_a_child_reads_what_it_inherited_when_its_parent_is_gone(store: ts
         assert (await account()).leased == 4 * MB
 
 
-async def test_a_keeper_and_a_place_to_spill_exclude_each_other_yet(tmp_path: Path) -> None:
-    with pytest.raises(ts.ConfigurationError, match="keeper"):
-        await ts.initialize(store_name="both", keeper=True, spill=tmp_path)
-
-
 async def test_it_ends_with_its_owner_and_leaves_nothing(tmp_path: Path) -> None:
     with Child(loads.owning) as child:
         address, server = await child.said()

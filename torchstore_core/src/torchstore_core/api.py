@@ -130,13 +130,13 @@ async def initialize(
         keeper: if the server dies (``kill -9``, out of memory, a fault of its own), start it again,
             with every key, version, reference and lease that it had. Clients pause for about a
             second, calls in progress go on, and tensors stay valid. It costs a small process of
-            11 MB, and a second copy of what small values take. Not together with ``spill`` yet.
+            11 MB, and a second copy of what small values take. What is on disk (``spill``) is there
+            again, too.
 
     Raises:
         ConfigurationError: an argument is invalid or names a plug-in that is not installed, or
-            nothing can be written to ``spill``, or the runtime has no keeper, or there are both
-            ``keeper`` and ``spill``, or this process already has such a store:
-            :func:`connect_or_initialize` returns that one.
+            nothing can be written to ``spill``, or the runtime has no keeper, or this process
+            already has such a store: :func:`connect_or_initialize` returns that one.
         PluginError: an unknown or broken runtime or strategy, or two packages claim one name.
         StoreFullError: the system does not provide enough address space for a volume.
         StoreTimeoutError, StoreClosedError: the server did not start.
@@ -162,11 +162,6 @@ async def initialize(
             raise ConfigurationError(
                 f"{type(host).__name__} cannot start its server again when it dies: it takes no "
                 "keeper"
-            )
-        if keeper and place is not None:
-            raise ConfigurationError(
-                "a server with a keeper cannot spill yet: what is on disk would be lost when it "
-                "dies. Leave out keeper= or spill="
             )
         if not host.shared:  # an engine that keeps track of stores refuses a second one itself
             await starting.warn_of_another(store_name)

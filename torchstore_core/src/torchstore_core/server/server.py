@@ -60,6 +60,8 @@ log = logging.getLogger(__name__)
 _SHUTDOWN_GRACE_S = 0.5
 # What precedes the number of a session in the name by which the keeper has its connection.
 _SESSION = "session "
+# The name by which it has the spill file, and how large that may become.
+_SPILL = "spill"
 
 
 class ServerOptions(msgspec.Struct, frozen=True):
@@ -199,7 +201,13 @@ class Server:
                 "that has its volumes in its own process spills yet (runtime local, or ranks of "
                 "one host)"
             )
-        return SpillFile(options.spill, options.spill_capacity)
+        keeper = self._keeper
+        if keeper is None:
+            return SpillFile(options.spill, options.spill_capacity)
+        capacity, there = options.spill_capacity, keeper.facts.get(_SPILL)
+        file = SpillFile(options.spill, int(there) if there else capacity, keeper.kept(_SPILL))
+        keeper.keep(_SPILL, file.fd, **{_SPILL: str(file.capacity)})
+        return file
 
     @property
     def _address(self) -> str:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from torchstore_core.errors import StoreClosedError, StoreFullError
 from torchstore_core.server.memory.segment import open_memory
 
-__all__ = ["Log", "Record"]
+__all__ = ["Log", "Record", "Records"]
 
 _MAGIC = 0x31676F4C65726F54  # "ToreLog1"
 _HEAD = mmap.PAGESIZE
@@ -47,6 +47,30 @@ class Record(NamedTuple):
     session: int
     at: float
     body: bytes
+
+
+class Records:
+    """Records one after the other, of which the next can be looked at before it is taken."""
+
+    def __init__(self, records: Iterator[Record]) -> None:
+        self._records = records
+        self._next: Record | None = None
+
+    def __iter__(self) -> Iterator[Record]:
+        return self
+
+    def __next__(self) -> Record:
+        found = self.peek()
+        if found is None:
+            raise StopIteration
+        self._next = None
+        return found
+
+    def peek(self) -> Record | None:
+        """The next one; None: there is none, and will be none."""
+        if self._next is None:
+            self._next = next(self._records, None)
+        return self._next
 
 
 class Log:

@@ -9,7 +9,7 @@ not answered has been executed as far as anybody can tell; its client asks again
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,9 +23,11 @@ from torchstore_core.machine.topology import Topology
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.records import SessionRecord, Versions
 from torchstore_core.server.index.references.holds import DEFAULT_GRACE_S, Holds
-from torchstore_core.server.keeping.log import Log, Record
+from torchstore_core.server.keeping.log import Log, Record, Records
 from torchstore_core.server.keeping.recorded_holds import RecordedHolds
+from torchstore_core.server.keeping.recorded_spilling import RecordedSpilling
 from torchstore_core.server.keeping.state import StateReader, written
+from torchstore_core.server.spilling.delays import Delayed
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import portable
 
@@ -33,7 +35,7 @@ __all__ = ["Opened", "RecordedController", "Repeated", "number_of"]
 
 # Kinds of records. Their numbers must stay what they are only as long as a store lives.
 _OPEN, _CLOSE, _END, _REQUEST, _ABORT, _ABORT_EARLY, _RELEASE, _RELEASE_EARLY = range(8)
-_VALUES, _STATE, _DUE, _BEGIN, _GREW, _TRIMMED = range(8, 14)
+_VALUES, _STATE, _DUE, _BEGIN, _GREW, _TRIMMED, _SPILLING = range(8, 15)
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(
     m.Put
@@ -117,6 +119,16 @@ class RecordedController(Controller):
             options.get("later", lambda delay, call: None),
             options.get("grace_s", DEFAULT_GRACE_S),
         )
+        self.spilling: RecordedSpilling = RecordedSpilling(
+            partial(self._record_other, _SPILLING),
+            partial(self._next_body, _SPILLING),
+            self.volumes,
+            self.catalog,
+            self._free,
+            options.get("when_full", 0),
+            options.get("mover"),
+            options.get("later", lambda delay, call: None),
+        )
         # What the store copies by itself is not in the log.
         self.drains.refuses = (
             "the store has a keeper, and what it copies by itself is not in the log yet. "
@@ -126,7 +138,7 @@ class RecordedController(Controller):
             allocator = volume.allocator
             if allocator.grow is not None:
                 allocator.ask(partial(self._grow, at, allocator.grow), allocator.assured)
-        self._records: Iterator[Record] | None = None  # while they are repeated
+        self._records: Records | None = None  # while they are repeated
         if not log.nbytes:
             self.log.append(_BEGIN, 0, _encode(self.holds._number))
         self._next_serial = 1
@@ -138,6 +150,18 @@ class RecordedController(Controller):
 
     def _record(self, serial: int, request: m.Message) -> None:
         self.log.append(_REQUEST, serial, _encode(request))
+
+    def _record_other(self, kind: int, body: bytes) -> None:
+        self.log.append(kind, 0, body)
+
+    def _next_body(self, kind: int, take: bool) -> bytes | None:
+        """The next record that is repeated, if it is of that kind; ``take``: go on behind it."""
+        found = None if self._records is None else self._records.peek()
+        if found is None or found.kind != kind:
+            return None
+        if take and self._records is not None:
+            next(self._records)
+        return found.body
 
     def _grow(self, at: int, grow: Callable[[int], int], end: int) -> int:
         """How far a volume may be used depends on what else uses memory: record the answer."""
@@ -277,6 +301,7 @@ class RecordedController(Controller):
         more = {
             "opened": list(self.opened.values()),
             "results": self.results,
+            "spilling": self.spilling.state(),
         }
         for is_rest, body in written(self, more):
             kind = _STATE if is_rest else _VALUES
@@ -289,8 +314,8 @@ class RecordedController(Controller):
         prefault, self._prefault = self._prefault, False
         self._silent = True
         try:
-            with self.holds.repeating(), moments.then() as show:
-                self._records = iter(self.log)
+            with self.holds.repeating(), self.spilling.repeating(), moments.then() as show:
+                self._records = Records(iter(self.log))
                 for record in self._records:
                     show(record.at)
                     self._repeat[record.kind](self, record)
@@ -304,6 +329,9 @@ class RecordedController(Controller):
 
     def _trimmed_again(self, record: Record) -> None:
         self._ask_again()
+
+    def _moved_again(self, record: Record) -> None:
+        self.spilling.read_again(record.body)
 
     def _begin_again(self, record: Record) -> None:
         self.holds._number = _decode_number(record.body)
@@ -320,6 +348,7 @@ class RecordedController(Controller):
         sessions, more = self._restoring.finish(record.body)
         self._next_serial = record.session
         self.results = more["results"]
+        self.spilling.set_state(more["spilling"])
         self.opened = {opened.token: opened for opened in more["opened"]}
         for session in sessions:
             self._known[session.serial] = session
@@ -348,7 +377,10 @@ class RecordedController(Controller):
         session = self._known.get(record.session)
         if session is None and not isinstance(request, m.Delete | m.Free):
             return
-        done = self._tried(session, request)
+        try:
+            done = self._tried(session, request)
+        except Delayed:  # it was handled later, with a record of its own, or its client asks again
+            return
         if session is not None and (number := number_of(request)):
             mine = self.results.setdefault(session.token, {})
             mine[type(request).__name__, number] = done
@@ -403,6 +435,7 @@ class RecordedController(Controller):
         _DUE: _due_again,
         _BEGIN: _begin_again,
         _TRIMMED: _trimmed_again,
+        _SPILLING: _moved_again,
     }
 
 

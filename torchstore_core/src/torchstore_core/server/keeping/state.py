@@ -40,8 +40,6 @@ def written(controller: Controller, more: dict[str, Any]) -> Iterator[tuple[bool
         "timelines": dict(vars(catalog.timelines)),
         "evictions": catalog.evictions.remembered,
         "holds": {name: getattr(controller.holds, name) for name in HOLDS},
-        "tracked": controller.spilling.values.cached(),
-        "evicted": controller.spilling.evicted,
         "sessions": list(controller.sessions.values()),
         "volumes": [_volume_state(volume) for volume in controller.volumes],
         "more": more,
@@ -73,7 +71,6 @@ class StateReader:
         catalog.evictions.remembered.update(state["evictions"])
         for name, value in state["holds"].items():
             setattr(controller.holds, name, value)
-        controller.spilling.track_again(state["tracked"], state["evicted"])
         vars(catalog.timelines).update(state["timelines"])
         sessions: list[SessionRecord] = state["sessions"]
         controller.sessions.update([(session.token, session) for session in sessions])

@@ -232,6 +232,8 @@ class Conversation:
 
     def _delay(self, request: m.Request, delayed: Delayed) -> None:
         """Answer a request later, unless its client gives it up."""
+        if isinstance(request, m.Again):  # it has changed nothing in an earlier life either
+            request = request.request
         if isinstance(request, m.Put | m.PutObject | m.Locate | m.Fetch):
             if self._delayed.get(request.id) is not request:
                 self._delayed[request.id] = request

@@ -1,7 +1,7 @@
 """A checksum of memory that keeps up with fast disks. Torch-free.
 
-It detects damage, not malice, and is only ever compared within one process: the compiled module and
-the fallback compute different sums.
+It detects damage, not malice, and is only ever compared by the installation that has computed it:
+the compiled module and the fallback compute different sums.
 """
 
 from __future__ import annotations

@@ -61,15 +61,39 @@ class Mover:
         self._memories = memories
         self._writers = Workers("torchstore-spill", _WRITERS, _NICE, soon)
         self._readers = Workers("torchstore-unspill", _READERS, 0, soon)
+        self._reading: dict[int, Tracked] = {}  # by their numbers
+        self._repeating = False
         self._trimming = False
         self._paused_until = 0.0
         self.trouble = ""
         self.written_bytes = self.read_bytes = 0
 
-    def begin(self, values: Residency, moved: Callable[[], None]) -> None:
-        """The values that it moves, and what to call when some have been moved."""
+    def begin(
+        self, values: Residency, moved: Callable[[], None], read: Callable[[Tracked], None]
+    ) -> None:
+        """The values that it moves, what to call when some have been moved, and what to call with
+        one that was read, or could not be, just before its state changes.
+        """
         self._values = values
         self._moved = moved
+        self._ended = read
+
+    def repeat(self) -> None:
+        """Until :meth:`go_on`, nothing is read or written: what is noted has happened before."""
+        self._repeating = True
+
+    def go_on(self) -> None:
+        """From now on, the file has what the values say; those that were being read are read."""
+        self._repeating = False
+        there = [*self._values.all(), *[one for one in self._reading.values() if one.gone]]
+        self.file.occupy([one.extent for one in there if one.extent is not None])
+        for tracked in self._reading.values():
+            self._submit_read(tracked)
+
+    @property
+    def reading(self) -> list[Tracked]:
+        """The values that are being read, with those that nobody holds any more."""
+        return list(self._reading.values())
 
     # ---- to disk --------------------------------------------------------------------------
 
@@ -177,10 +201,16 @@ class Mover:
                 return False
             places.append(place)
         for tracked, place in zip(wanted, places, strict=True):
-            tracked.place = place
-            self._values.move(tracked, State.READING)
-            self._submit_read(tracked)
+            self.note_reading(tracked, place)
+            if not self._repeating:
+                self._submit_read(tracked)
         return True
+
+    def note_reading(self, tracked: Tracked, place: tuple[int, int]) -> None:
+        """A value is being read to a place, which is allocated."""
+        tracked.place = place
+        self._values.move(tracked, State.READING)
+        self._reading[tracked.number] = tracked
 
     def _submit_read(self, tracked: Tracked) -> None:
         """Have all readers read pieces of a large value."""
@@ -221,26 +251,33 @@ class Mover:
             self._read(tracked, tracked.error)
 
     def _read(self, tracked: Tracked, error: OSError | None) -> None:
-        at, offset = tracked.place
-        volume, value = self._volumes[at], tracked.value
-        if tracked.gone or error is not None:
-            volume.allocator.free([(offset, value.nbytes)])
-        if tracked.gone:
-            self._discard(tracked)
-        elif error is not None:
+        if error is not None and not tracked.gone:
             tracked.is_damaged = isinstance(error, DamagedError)
             tracked.failure = error.strerror or str(error)
             log.error("%r cannot be read from %s: %s", tracked.key, self.file.directory, error)
+        self._ended(tracked)
+        self.note_read(tracked)
+        waiting, tracked.waiting = tracked.waiting, []
+        for ticket in waiting:
+            ticket.one_read()
+        self._moved()
+
+    def note_read(self, tracked: Tracked) -> None:
+        """A value has been read, unless it has a ``failure``."""
+        del self._reading[tracked.number]
+        at, offset = tracked.place
+        volume, value = self._volumes[at], tracked.value
+        if tracked.gone or tracked.failure:
+            volume.allocator.free([(offset, value.nbytes)])
+        if tracked.gone:
+            self._discard(tracked)
+        elif tracked.failure:
             self._values.move(tracked, State.ON_DISK)
         else:
             value.volume, value.offset = at, offset
             volume.memory.touched(offset + value.nbytes)
             self.read_bytes += value.nbytes
             self._values.move(tracked, State.CLEAN)
-        waiting, tracked.waiting = tracked.waiting, []
-        for ticket in waiting:
-            ticket.one_read()
-        self._moved()
 
     # ---- ends -----------------------------------------------------------------------------
 
@@ -254,7 +291,8 @@ class Mover:
 
     def _discard(self, tracked: Tracked) -> None:
         if tracked.extent is not None:
-            self.file.release(tracked.extent)
+            if not self._repeating:
+                self.file.release(tracked.extent)
             tracked.extent = None
 
     def trim(self) -> None:

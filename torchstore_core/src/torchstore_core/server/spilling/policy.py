@@ -46,6 +46,7 @@ class Tracked(msgspec.Struct, eq=False):
 
     Args:
         key: of the version that it is, or that it is part of.
+        number: which of all values that were ever tracked it is.
         wanted: how many delayed requests are to find it in memory when they are retried.
         extent, sums: where it lies in the spill file, and the checksums of its pieces.
         gone: nobody holds the value any more; what is under way only has to be cleaned up.
@@ -59,6 +60,7 @@ class Tracked(msgspec.Struct, eq=False):
     value: Value
     key: str
     state: State
+    number: int = 0
     wanted: int = 0
     extent: Extent | None = None
     sums: list[int] = []
@@ -127,6 +129,7 @@ class Residency:
     Attributes:
         away: how many are not in memory.
         bytes_of: bytes of the values in each state.
+        next_number: of the next value that is tracked.
     """
 
     def __init__(self) -> None:
@@ -134,6 +137,7 @@ class Residency:
         self._by_use: dict[State, OrderedDict[int, Tracked]] = {s: OrderedDict() for s in _RANKED}
         self.bytes_of = dict.fromkeys(State, 0)
         self.count_of = dict.fromkeys(State, 0)
+        self.next_number = 0
 
     def __len__(self) -> int:
         return len(self._tracked)
@@ -149,7 +153,8 @@ class Residency:
 
     def add(self, value: Value, key: str, state: State) -> Tracked:
         """Track a value, as the one that was used last."""
-        tracked = self._tracked[id(value)] = Tracked(value, key, state)
+        tracked = self._tracked[id(value)] = Tracked(value, key, state, self.next_number)
+        self.next_number += 1
         self._enter(tracked)
         return tracked
 
@@ -195,6 +200,11 @@ class Residency:
     def cached(self) -> list[tuple[Value, str]]:
         """The values that may be evicted, with their keys, the least recently used first."""
         return [(one.value, one.key) for one in self._by_use[State.CACHED].values()]
+
+    def all(self) -> list[Tracked]:
+        """All of them: those of which there is an order by use in that order."""
+        ranked = [one for order in self._by_use.values() for one in order.values()]
+        return ranked + [one for one in self._tracked.values() if one.state not in _RANKED]
 
     def largest_on_disk(self) -> int:
         """Bytes of memory that the largest value takes that is on disk, or can be at once."""

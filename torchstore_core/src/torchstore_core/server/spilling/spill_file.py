@@ -1,5 +1,5 @@
 """The file that spilled values lie in. It has no name, so nothing of it is left behind when the
-process ends, however it ends.
+process ends, however it ends; unless a keeper has its descriptor, for the next life of the server.
 
 Reads and writes bypass the system's page cache where the file system can: cached pages would take
 up the very memory that spilling is to free. For that, addresses, offsets in the file and lengths
@@ -16,6 +16,7 @@ import logging
 import mmap
 import os
 import tempfile
+from collections.abc import Iterable
 
 import msgspec
 
@@ -77,6 +78,7 @@ class SpillFile:
     Args:
         directory: where to make the file; it is created if it does not exist.
         capacity: the most bytes that it may have; None: as many as are free on the disk now.
+        fd: of the file of an earlier life of this server; None: make one.
 
     Attributes:
         is_direct: whether the page cache is bypassed.
@@ -86,14 +88,19 @@ class SpillFile:
         ConfigurationError: no file can be made there.
     """
 
-    def __init__(self, directory: str, capacity: int | None) -> None:
+    def __init__(self, directory: str, capacity: int | None, fd: int | None = None) -> None:
         self.directory = directory
         self._stopped = False
         self._written_end = 0
         try:
             os.makedirs(directory, mode=0o700, exist_ok=True)
             _clean(directory)
-            self.fd, self.is_direct = _open_unnamed(directory)
+            if fd is None:
+                self.fd, self.is_direct = _open_unnamed(directory)
+            else:
+                os.set_inheritable(fd, False)
+                self.fd = fd
+                self.is_direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
             there = os.statvfs(directory)
         except OSError as error:
             raise ConfigurationError(
@@ -105,7 +112,7 @@ class SpillFile:
         self.capacity = free if capacity is None else capacity
         self.file_system = file_system(directory)
         self._allocator = Allocator(self.capacity & -_PAGE)
-        if self.file_system in MEMORY_FILE_SYSTEMS:
+        if fd is None and self.file_system in MEMORY_FILE_SYSTEMS:
             log.warning(
                 "%s is in memory (%s), so that spilling to it frees none",
                 directory,
@@ -130,6 +137,20 @@ class SpillFile:
             return None
         self._written_end = max(self._written_end, offset + span)
         return Extent(offset, head, nbytes)
+
+    def occupy(self, extents: Iterable[Extent]) -> None:
+        """Only these parts of the file of an earlier life are in use."""
+        free: list[tuple[int, int]] = []
+        end = 0
+        for extent in sorted(extents, key=lambda one: one.offset):
+            if extent.offset > end:
+                free.append((end, extent.offset - end))
+            end = extent.offset + extent.span
+        capacity = self._allocator.capacity
+        if capacity > end:
+            free.append((end, capacity - end))
+        self._allocator = Allocator.with_free(capacity, free, end)
+        self._written_end = max(end, os.fstat(self.fd).st_size)
 
     def release(self, extent: Extent) -> None:
         """Let the room of a value be used again."""

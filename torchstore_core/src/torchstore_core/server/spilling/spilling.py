@@ -71,7 +71,7 @@ class Spilling:
         self._last_progress = 0.0
         self._retry_is_due = self._is_timed = False
         if mover is not None:
-            mover.begin(self.values, self._progress)
+            mover.begin(self.values, self._progress, self._read_ended)
 
     # ---- puts -----------------------------------------------------------------------------
 
@@ -111,14 +111,6 @@ class Spilling:
                 self._track(value, target.key, txn.when_full)
         self._write_ahead()
 
-    def track_again(self, cached: Iterable[tuple[Value, str]], evicted: tuple[int, int]) -> None:
-        """Take over from a store that has ended: what may be evicted, the least recently used
-        first, and how much has been.
-        """
-        for value, key in cached:
-            self._track(value, key, m.EVICTABLE)
-        self.evicted = evicted
-
     def _track(self, value: Value, key: str, choice: int) -> None:
         if choice == m.EVICTABLE:
             if value.nbytes:
@@ -147,15 +139,20 @@ class Spilling:
         if not self.values.away:
             return
         away = [t for t in tracked if t.state in (State.ON_DISK, State.READING)]
-        if not away or self._mover is None:
-            return
-        away = list({id(t): t for t in away}.values())
+        if away and self._mover is not None:
+            away = list({id(t): t for t in away}.values())
+            self._use_away(tracked, away, prefix, self._mover)
+
+    def _use_away(
+        self, tracked: Sequence[Tracked], away: Sequence[Tracked], prefix: str, mover: Mover
+    ) -> None:
+        """Read those of the values that are ``away``; raises as :meth:`use`."""
         for one in away:
             if one.failure:
                 raise self._failed(one, prefix)
         ticket = Ticket(tracked)
         try:
-            self._bring_back([t for t in away if t.state is State.ON_DISK], self._mover)
+            self._bring_back([t for t in away if t.state is State.ON_DISK], mover)
         except BaseException:
             ticket.give_up()
             raise
@@ -166,8 +163,8 @@ class Spilling:
 
     def _bring_back(self, values: Sequence[Tracked], mover: Mover) -> None:
         nbytes = sum(t.nbytes for t in values)
-        while not mover.read(values):
-            if nbytes <= self._capacity and self.make_room(nbytes):
+        while not self._begin_reading(values, mover):
+            if nbytes <= self._capacity and self._make_room(nbytes):
                 continue
             count = f"{len(values):,} values" if len(values) > 1 else repr(values[0].value.key)
             leased = sum(v.leased for v in self._volumes)
@@ -183,6 +180,12 @@ class Spilling:
                     "unfinished_bytes": sum(v.unfinished for v in self._volumes),
                 },
             )
+
+    def _begin_reading(self, values: Sequence[Tracked], mover: Mover) -> bool:
+        return mover.read(values)
+
+    def _read_ended(self, tracked: Tracked) -> None:
+        """A value has been read, or cannot be; this is about to be noted."""
 
     def _failed(self, tracked: Tracked, prefix: str) -> ObjectLostError:
         """The error of a value that could not be read from disk."""
@@ -213,6 +216,9 @@ class Spilling:
         Raises:
             Delayed: some will be freed soon.
         """
+        return self._make_room(nbytes, keys)
+
+    def _make_room(self, nbytes: int, keys: Collection[str] = ()) -> bool:
         if len(self.room) and not self.room.retrying:
             raise self._delayed("others were waiting for room in memory before")
         free = max((v.free for v in self._volumes if not v.lost), default=0)
@@ -326,14 +332,17 @@ class Spilling:
             nbytes,
             lambda t: evictions.can_evict(t.key, t.value, newest_too=t.key not in keys),
         )
+        self._evict_these(found)
+        return bool(found)
+
+    def _evict_these(self, found: Sequence[Tracked]) -> None:
         for tracked in found:
             if tracked.gone:  # it went with another one of its version
                 continue
-            freed = evictions.evict(tracked.key, tracked.value)
+            freed = self._catalog.evictions.evict(tracked.key, tracked.value)
             count, before = self.evicted
             self.evicted = count + len(freed), before + sum(value.nbytes for value in freed)
             self._free(freed)
-        return bool(found)
 
     # ---- ends -----------------------------------------------------------------------------
 

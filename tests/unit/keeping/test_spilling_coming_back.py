@@ -1,0 +1,239 @@
+"""A controller that spills is made again from its log, at any moment, with what is on disk."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import os
+import queue
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.keeping.test_coming_back import state_of
+from tests.unit.references.test_holds import singleton
+from tests.unit.server.test_controller import HERE, META, facts, volumes
+
+from torchstore_core.errors import EvictedError, KeyNotFoundError, StoreFullError
+from torchstore_core.server.index.records import SessionRecord
+from torchstore_core.server.keeping.log import Log
+from torchstore_core.server.keeping.recorded import RecordedController
+from torchstore_core.server.memory.volume_record import VolumeRecord
+from torchstore_core.server.spilling.delays import Delayed
+from torchstore_core.server.spilling.moves import Mover
+from torchstore_core.server.spilling.policy import State
+from torchstore_core.server.spilling.spill_file import SpillFile
+from torchstore_core.wire import messages as m
+
+CAPACITY = 256 << 10
+SIZES = (100, 4096, 20_000, 60_000)
+WAIT_S = 20.0
+MOMENT_S = 0.001
+
+
+class World:
+    """One store, its segment, its spill file, and what its clients know."""
+
+    def __init__(self, folder: Path, records: list[VolumeRecord], seed: int, disk: int) -> None:
+        self.chance = random.Random(seed)
+        self.records = records
+        self.folder = folder
+        self.logs = [Log()]
+        self.numbers = itertools.count(1)
+        self.there: dict[str, bytes] = {}
+        self.cached: dict[str, bytes] = {}
+        self.leased: list[int] = []
+        self.waiting: list[Callable[[], None]] = []
+        self.file = SpillFile(str(folder), disk)
+        self.restarts = self.away = self.reading = 0
+        self.begin(self.file)
+        self.session: SessionRecord = self.controller.open_session(facts(), HERE)
+
+    def begin(self, file: SpillFile) -> None:
+        """One life of the server."""
+        self.file = file
+        self.soon: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.timers: list[tuple[float, int, Callable[[], None]]] = []
+        records = [VolumeRecord(v.info, v.memory, v.halves) for v in self.records]
+        memories = [v.memory.fd for v in records]  # type: ignore[attr-defined]
+        self.mover = Mover(file, records, memories, self.soon.put)
+        self.controller = RecordedController(
+            self.logs[-1],
+            records,
+            singleton(),
+            prefault=False,
+            mover=self.mover,
+            later=self.later,
+        )
+        self.controller.restore()
+
+    def later(self, delay: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self.timers, (delay, next(self.numbers), call))
+
+    def lose_the_controller(self, *, anew: bool) -> None:
+        """Without a word; ``anew``: its log was written anew before."""
+        if anew:
+            self.logs.append(Log())
+            self.controller.write_state(self.logs[-1])
+        before, known = state_of(self.controller), self.known()
+        self.reading += bool(self.mover.reading)
+        token, fd = self.session.token, os.dup(self.file.fd)
+        self.mover.close()
+        waiting, self.waiting = self.waiting, []
+        self.begin(SpillFile(str(self.folder), self.file.capacity, fd))
+        assert state_of(self.controller) == before
+        assert self.known() == known
+        self.session = self.controller.sessions[token]
+        self.restarts += 1
+        for ask in waiting:  # as their clients do
+            self.request(ask)
+
+    def known(self) -> Any:
+        """Of the values that may leave memory: whether they have, and where they are then."""
+        values = self.controller.spilling.values
+        self.away = max(self.away, values.away)
+        end = 0
+        extents = [t.extent for t in values.all() if t.extent is not None]
+        for extent in sorted(extents, key=lambda one: one.offset):
+            assert extent.offset >= end, "two values have the same part of the file"
+            end = extent.offset + extent.span
+        kept = (State.CACHED, State.ON_DISK, State.READING)
+        return sorted(
+            (t.number, t.key, t.state, t.state in kept[1:] and (t.extent, t.sums, t.failure))
+            if t.state in kept
+            else (t.number, t.key)
+            for t in values.all()
+        ), values.next_number
+
+    def turn(self, *, wait: bool = False) -> None:
+        """What the event loop does; ``wait``: for a thread, or if a timer is due, not for long."""
+        try:
+            self.soon.get(wait, MOMENT_S if self.timers else WAIT_S)()
+        except queue.Empty:
+            assert self.timers or not wait, "no thread does anything"
+        if self.timers:
+            heapq.heappop(self.timers)[2]()
+
+    def request(self, ask: Callable[[], None]) -> None:
+        """Ask now, and again when it is worth while."""
+        try:
+            ask()
+        except Delayed as delayed:
+            self.waiting.append(ask)
+
+            def again() -> None:
+                if ask in self.waiting:
+                    self.waiting.remove(ask)
+                    self.request(ask)
+
+            delayed.then(again)
+
+    def put(self, key: str) -> None:
+        number = next(self.numbers)
+        data = self.chance.randbytes(self.chance.choice(SIZES))
+        evictable = key.startswith("c")
+        item = m.PutItem(key, META, len(data))
+        how = m.EVICTABLE if evictable else m.SPILLABLE
+        put = m.Put(number, number, [item], when_full=how)
+
+        def ask() -> None:
+            try:
+                _, grants = self.controller.put(self.session, put)
+            except StoreFullError:  # readers hold the rest
+                return
+            assert grants is not None
+            [grant] = grants
+            assert grant is not None
+            fd = self.records[0].memory.fd  # type: ignore[attr-defined]
+            os.pwrite(fd, data, grant.offset)
+            self.controller.commit(self.session, number)
+            (self.cached if evictable else self.there)[key] = data
+
+        self.request(ask)
+
+    def get(self, key: str) -> None:
+        number = next(self.numbers)
+        locate = m.Locate(number, number, [m.Want(key)], 0)
+
+        def ask() -> None:
+            try:
+                [entry], leased = self.controller.locate(self.session, locate)
+            except EvictedError:  # which is a KeyNotFoundError
+                assert key.startswith("c")
+                return
+            except KeyNotFoundError:
+                assert key not in self.there
+                return
+            except StoreFullError:
+                return
+            assert leased
+            self.leased.append(number)
+            assert entry.grant is not None
+            data = (self.cached if key.startswith("c") else self.there)[key]
+            fd = self.records[0].memory.fd  # type: ignore[attr-defined]
+            assert os.pread(fd, len(data), entry.grant.offset) == data
+
+        self.request(ask)
+
+    def step(self) -> None:
+        chance = self.chance
+        key = f"{chance.choice('kkkc')}{chance.randrange(30)}"
+        what = chance.random()
+        if what < 0.35:
+            self.put(key)
+        elif what < 0.6:
+            self.get(key)
+        elif what < 0.65:
+            self.controller.delete([key], False, (self.session, next(self.numbers)))
+            self.there.pop(key, None)
+            self.cached.pop(key, None)
+        elif what < 0.75 or len(self.leased) > 2:
+            self.controller.release(self.session, self.leased, [])
+            self.leased.clear()
+        elif what < 0.97:
+            self.turn(wait=bool(self.waiting))
+        else:
+            self.lose_the_controller(anew=chance.random() < 0.4)
+
+    def finish(self) -> None:
+        """Read everything, delete it; nothing is left in memory or on disk."""
+        self.controller.release(self.session, self.leased, [])
+        self.leased.clear()
+        for key in list(self.there):
+            self.get(key)
+            while self.waiting:
+                self.turn(wait=True)
+            assert self.leased
+            self.controller.release(self.session, self.leased, [])
+            self.leased.clear()
+        while self.mover.reading or self.controller.spilling.values.count_of[State.WRITING]:
+            self.turn(wait=True)
+        self.controller.delete([*self.there, *self.cached], False, (self.session, 0))
+        assert self.controller.volumes[0].used == 0
+        assert self.file.used == 0
+
+    def close(self) -> None:
+        self.mover.close()
+        for log in self.logs:
+            log.close()
+
+
+@pytest.mark.parametrize(("seed", "disk"), [(0, 4 << 20), (1, 4 << 20), (2, 384 << 10)])
+def test_what_is_on_disk_is_there_again(tmp_path: Path, seed: int, disk: int) -> None:
+    """Where values lie, in memory and on disk, is what it was; also while some are being read, and
+    when copies on disk are given up because the disk is full.
+    """
+    with volumes(CAPACITY) as records:
+        world = World(tmp_path, records, seed, disk)
+        try:
+            for _ in range(900):
+                world.step()
+            world.finish()
+            assert world.restarts > 10
+            assert world.away > 3
+            assert world.reading
+        finally:
+            world.close()
+    assert not list(tmp_path.iterdir())

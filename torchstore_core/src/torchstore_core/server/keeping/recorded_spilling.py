@@ -1,0 +1,314 @@
+"""What leaves memory and comes back, recorded: which values, and where they lie on disk.
+
+When that happens depends on disks and threads, so repeating requests is not enough. What follows
+the record of a request are therefore the steps by which room was made for it, or its values were
+read, and how that ended. What is written ahead is not recorded: a value of which there is a copy on
+disk, but which is still in memory, counts as one that was never written. So of the parts of the
+spill file only those are known again that have the only copy of a value, and what is freed there
+needs no record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from torchstore_core.errors import ProtocolError, StoreFullError
+from torchstore_core.server.index.records import Value
+from torchstore_core.server.spilling.delays import Delayed
+from torchstore_core.server.spilling.moves import Mover
+from torchstore_core.server.spilling.policy import State, Tracked
+from torchstore_core.server.spilling.spill_file import Extent
+from torchstore_core.server.spilling.spilling import Spilling
+
+__all__ = ["RecordedSpilling"]
+
+# How a step of a request has ended.
+_NO, _YES, _DELAYED, _REFUSED = range(4)
+_AWAY = (State.ON_DISK, State.READING)
+
+
+class _Dropped(msgspec.Struct, array_like=True, tag=0):
+    """The memory of values was freed; where each lies on disk, and its checksums."""
+
+    numbers: list[int]
+    extents: list[tuple[int, int, int]]
+    sums: list[list[int]]
+
+
+class _Evicted(msgspec.Struct, array_like=True, tag=1):
+    """Versions were evicted that have these values."""
+
+    numbers: list[int]
+
+
+class _Reading(msgspec.Struct, array_like=True, tag=2):
+    """Memory was sought for values, in order to read them from disk."""
+
+    numbers: list[int]
+
+
+class _Ended(msgspec.Struct, array_like=True, tag=3):
+    """How making room for a request, or reading what it wanted, has ended."""
+
+    how: int
+
+
+class _Left(msgspec.Struct, array_like=True, tag=4):
+    """A put was not free to take memory: values on disk need it to come back."""
+
+    how: int
+
+
+class _Read(msgspec.Struct, array_like=True, tag=5):
+    """A value was read, or could not be. This is not part of a request."""
+
+    number: int
+    failure: str
+    is_damaged: bool
+
+
+_Step = _Dropped | _Evicted | _Reading | _Ended | _Left | _Read
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(_Step).decode
+
+
+class RecordedSpilling(Spilling):
+    """:class:`Spilling`, of which everything is recorded that its values' memory depends on. A
+    store without a spill file records nothing: what it evicts depends only on its requests.
+
+    Args:
+        record: appends to the log.
+        next_step: the next record of that kind while the log is repeated, if it is one; it is taken
+            if the argument says so.
+        args: of the class above.
+    """
+
+    def __init__(
+        self,
+        record: Callable[[bytes], None],
+        next_step: Callable[[bool], bytes | None],
+        *args: Any,
+    ) -> None:
+        self._record = record
+        self._next_step = next_step
+        self._repeats = False
+        self._numbered: dict[int, Tracked] = {}  # while records are repeated
+        super().__init__(*args)
+
+    # ---- requests -------------------------------------------------------------------------
+
+    def make_room(self, nbytes: int, keys: Collection[str] = ()) -> bool:
+        if self._mover is None:
+            return super().make_room(nbytes, keys)
+        if self._repeats:
+            return self._steps_again(self._mover)
+        how = _REFUSED
+        try:
+            how = int(super().make_room(nbytes, keys))
+        except Delayed:
+            how = _DELAYED
+            raise
+        finally:
+            self._record(_encode(_Ended(how)))
+        return bool(how)
+
+    def leaves_room(self, nbytes: int) -> bool:
+        if self._mover is None:
+            return super().leaves_room(nbytes)
+        if self._repeats:
+            body = self._next_step(False)
+            step = None if body is None else _decode(body)
+            if not isinstance(step, _Left):
+                return True
+            self._next_step(True)
+            if step.how == _DELAYED:
+                raise _delayed()
+            return False
+        try:
+            if super().leaves_room(nbytes):
+                return True
+        except Delayed:
+            self._record(_encode(_Left(_DELAYED)))
+            raise
+        self._record(_encode(_Left(_NO)))
+        return False
+
+    def _use_away(
+        self, tracked: Sequence[Tracked], away: Sequence[Tracked], prefix: str, mover: Mover
+    ) -> None:
+        if self._repeats:
+            self._steps_again(mover)
+            return
+        how = _REFUSED
+        try:
+            super()._use_away(tracked, away, prefix, mover)
+        except Delayed:
+            how = _DELAYED
+            raise
+        finally:
+            self._record(_encode(_Ended(how)))
+
+    def _steps_again(self, mover: Mover) -> bool:
+        """Do what was done for the request that is repeated.
+
+        Raises:
+            Delayed: it was delayed; or the log does not say, because the server died meanwhile.
+            StoreFullError: it was refused.
+        """
+        of = self._numbered.__getitem__
+        while (body := self._next_step(False)) is not None:
+            step = _decode(body)
+            if isinstance(step, _Left | _Read):
+                break
+            self._next_step(True)
+            match step:
+                case _Dropped():
+                    self._drop_again(step)
+                case _Evicted():
+                    self._evict_these(list(map(of, step.numbers)))
+                case _Reading():
+                    mover.read(list(map(of, step.numbers)))
+                case _Ended():
+                    if step.how == _DELAYED:
+                        raise _delayed()
+                    if step.how == _REFUSED:
+                        raise StoreFullError("this was refused before")
+                    return bool(step.how)
+        raise _delayed()
+
+    def _drop(self, clean: Sequence[Tracked]) -> None:
+        if not self._repeats:
+            extents = [one.extent for one in clean if one.extent is not None]
+            where = [(at.offset, at.head, at.nbytes) for at in extents]
+            numbers = [one.number for one in clean]
+            self._record(_encode(_Dropped(numbers, where, [one.sums for one in clean])))
+        super()._drop(clean)
+
+    def _drop_again(self, step: _Dropped) -> None:
+        dropped = [self._numbered[number] for number in step.numbers]
+        for one, extent, sums in zip(dropped, step.extents, step.sums, strict=True):
+            one.extent, one.sums = Extent(*extent), sums
+        self._drop(dropped)
+
+    def _evict_these(self, found: Sequence[Tracked]) -> None:
+        if found and self._mover is not None and not self._repeats:
+            self._record(_encode(_Evicted([one.number for one in found])))
+        super()._evict_these(found)
+
+    def _begin_reading(self, values: Sequence[Tracked], mover: Mover) -> bool:
+        if values:
+            self._record(_encode(_Reading([one.number for one in values])))
+        return super()._begin_reading(values, mover)
+
+    def _read_ended(self, tracked: Tracked) -> None:
+        self._record(_encode(_Read(tracked.number, tracked.failure, tracked.is_damaged)))
+
+    def _track(self, value: Value, key: str, choice: int) -> None:
+        super()._track(value, key, choice)
+        if self._repeats and (tracked := self.values.find(value)) is not None:
+            self._numbered[tracked.number] = tracked
+
+    def _write_ahead(self) -> None:
+        if not self._repeats:
+            super()._write_ahead()
+
+    # ---- coming back ----------------------------------------------------------------------
+
+    def read_again(self, body: bytes) -> None:
+        """Note again what a record says that is not part of a request.
+
+        Raises:
+            ProtocolError: it says something else, so that the log was not repeated as it was
+                written.
+        """
+        step = _decode(body)
+        if self._mover is None or not isinstance(step, _Read):
+            raise ProtocolError(f"the log has a {type(step).__name__} out of place")
+        tracked = self._numbered[step.number]
+        tracked.failure, tracked.is_damaged = step.failure, step.is_damaged
+        self._mover.note_read(tracked)
+        if tracked.state is State.CLEAN:
+            self._only_in_memory(tracked)
+
+    def _only_in_memory(self, tracked: Tracked) -> None:
+        """Whether its copy on disk was given up later is not known."""
+        tracked.extent, tracked.sums = None, []
+        self.values.move(tracked, State.DIRTY)
+
+    @contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Within this, requests are repeated; then what was interrupted goes on."""
+        self._repeats = True
+        if self._mover is not None:
+            self._mover.repeat()
+        try:
+            yield
+        finally:
+            self._repeats = False
+            self._numbered.clear()
+        if self._mover is not None:
+            self._mover.go_on()
+            self._write_ahead()
+
+    def state(self) -> dict[str, Any]:
+        """All that a log needs at its beginning."""
+        there = self.values.all()
+        reading = [] if self._mover is None else self._mover.reading
+        known = [*there, *[one for one in reading if one.gone]]
+        away = {at: _away(one) for at, one in enumerate(known) if one.state in _AWAY}
+        return {
+            "values": [one.value for one in known],
+            "keys": [one.key for one in known],
+            "numbers": [one.number for one in known],
+            "cached": [one.state is State.CACHED for one in known],
+            "gone": len(known) - len(there),
+            "away": away,
+            "next": self.values.next_number,
+            "evicted": self.evicted,
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Set it, of one that has none yet."""
+        columns = state["values"], state["keys"], state["numbers"], state["cached"]
+        held = len(state["values"]) - state["gone"]
+        for at, (value, key, number, cached) in enumerate(zip(*columns, strict=True)):
+            self.active = True
+            self.values.next_number = number
+            tracked = self.values.add(value, key, State.CACHED if cached else State.DIRTY)
+            self._numbered[number] = tracked
+            if found := state["away"].get(at):
+                self._set_away(tracked, *found)
+            if at >= held:
+                self.values.remove(value)
+        self.values.next_number = state["next"]
+        self.evicted = state["evicted"]
+
+    def _set_away(
+        self,
+        tracked: Tracked,
+        extent: tuple[int, int, int],
+        sums: list[int],
+        place: tuple[int, int] | None,
+        failure: str,
+        is_damaged: bool,
+    ) -> None:
+        tracked.extent, tracked.sums = Extent(*extent), sums
+        tracked.failure, tracked.is_damaged = failure, is_damaged
+        self.values.move(tracked, State.ON_DISK)
+        if place is not None and self._mover is not None:
+            self._mover.note_reading(tracked, place)
+
+
+def _away(one: Tracked) -> tuple[Any, ...]:
+    extent = one.extent
+    where = (0, 0, 0) if extent is None else (extent.offset, extent.head, extent.nbytes)
+    place = one.place if one.state is State.READING else None
+    return where, one.sums, place, one.failure, one.is_damaged
+
+
+def _delayed() -> Delayed:
+    return Delayed("this was delayed before", lambda retry: None)
