@@ -1,8 +1,9 @@
-"""A server that is killed while values are on disk, or on their way, comes back with all of them."""
+"""A server that is killed while values are on disk, or on their way, comes back with them."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import os
 import random
@@ -39,6 +40,10 @@ async def _nothing_is_left() -> bool:
     return not (used or spill.disk_bytes or spill.spilled or spill.clean_bytes)
 
 
+def _done(tasks: list[asyncio.Future[None]], least: int) -> bool:
+    return sum(task.done() for task in tasks) >= least
+
+
 async def through(folder: Path, capacity: int, count: int, nbytes: int, kills: int) -> None:
     """Put ``count`` values into a store that has no memory for them, and kill it meanwhile."""
     async with running_store(capacity=capacity, spill=folder, keeper=True, timeout=60) as store:
@@ -60,7 +65,7 @@ async def through(folder: Path, capacity: int, count: int, nbytes: int, kills: i
             tasks = [asyncio.ensure_future(todo(at)) for at in range(count)]
             step = count // (kills + 1)
             for turn in range(kills):
-                await until(lambda done=(turn + 1) * step: sum(t.done() for t in tasks) >= done, 90)
+                await until(functools.partial(_done, tasks, (turn + 1) * step), 90)
                 lives.add(await lose_the_server())
             await asyncio.gather(*tasks)
         lives.add((await ts.status()).controller_pid)
