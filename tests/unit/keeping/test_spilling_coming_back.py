@@ -7,6 +7,7 @@ import itertools
 import os
 import queue
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from torchstore_core.wire import messages as m
 
 CAPACITY = 256 << 10
 SIZES = (100, 4096, 20_000, 60_000)
-WAIT_S = 20.0
+WAIT_S = 30.0
 MOMENT_S = 0.001
 
 
@@ -201,11 +202,15 @@ class World:
         """Read everything, delete it; nothing is left in memory or on disk."""
         self.controller.release(self.session, self.leased, [])
         self.leased.clear()
+        while self.waiting:
+            self.turn(wait=True)
+        deadline = time.monotonic() + WAIT_S
         for key in list(self.there):
-            self.get(key)
-            while self.waiting:
-                self.turn(wait=True)
-            assert self.leased
+            while not self.leased:  # what is refused while the disk is full is tried again
+                assert time.monotonic() < deadline
+                self.get(key)
+                while self.waiting:
+                    self.turn(wait=True)
             self.controller.release(self.session, self.leased, [])
             self.leased.clear()
         while self.mover.reading or self.controller.spilling.values.count_of[State.WRITING]:
@@ -228,7 +233,7 @@ def test_what_is_on_disk_is_there_again(tmp_path: Path, seed: int, disk: int) ->
     with volumes(CAPACITY) as records:
         world = World(tmp_path, records, seed, disk)
         try:
-            for _ in range(900):
+            for _ in range(600):
                 world.step()
             world.finish()
             assert world.restarts > 10

@@ -237,12 +237,14 @@ class Spilling:
             waiting = human_bytes(bytes_of[State.WRITING] + bytes_of[State.DIRTY])
             place = f"{waiting} were still to be written to {mover.file.directory!r}"
             raise self._delayed(f"memory was full, and {place} to make room")
+        unfinished = sum(v.unfinished for v in self._volumes)  # which may leave memory soon
         held = sum(bytes_of[state] for state in State if state is not State.ON_DISK)
         patient = not len(self.room) and not self.room.retrying
         patient = patient or time.monotonic() - self._last_progress < _PATIENCE_S
-        if held >= short and patient:
-            leased = sum(v.leased for v in self._volumes)
-            raise self._delayed(f"memory was full, and readers held {human_bytes(leased)} of it")
+        if held + unfinished >= short and patient:
+            leased = human_bytes(sum(v.leased for v in self._volumes))
+            rest = f" of it, unfinished puts {human_bytes(unfinished)}" if unfinished else " of it"
+            raise self._delayed(f"memory was full, and readers held {leased}{rest}")
         return False
 
     def leaves_room(self, nbytes: int) -> bool:
