@@ -12,6 +12,7 @@ collected as soon as the user drops it, and its channel with it.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import socket
 import struct
@@ -437,6 +438,8 @@ class Channel:
             return False
         self._disconnect()
         self._is_down = True
+        if self._timer is not None:  # which keeps the channel, now that its loop reads no socket
+            self._arm(self._timer_at)
         if not self._on_loss():
             self._fail(error)
         return self.is_down
@@ -514,7 +517,10 @@ class Channel:
         if self._timer is not None:
             self._timer.cancel()
         self._timer_at = deadline
-        self._timer = self.loop.call_at(deadline, self._expire)
+        # The handle would make a cycle of the channel, which only the collector would free after
+        # its loop is closed: with a socket that the server serves.
+        expire = self._expire if self._is_down else functools.partial(_expire, weakref.ref(self))
+        self._timer = self.loop.call_at(deadline, expire)
 
     def _expire(self) -> None:
         self._timer = None
@@ -534,3 +540,9 @@ class Channel:
                 soonest = deadline
         if soonest is not None:
             self._arm(soonest)
+
+
+def _expire(channel: weakref.ref[Channel]) -> None:
+    here = channel()
+    if here is not None:
+        here._expire()
