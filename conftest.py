@@ -29,6 +29,12 @@ if _APART:
 for _name in ("COLUMNS", "LINES"):  # of a terminal, or of what runs the tests
     os.environ.pop(_name, None)
 
+# What torch is made of is no garbage in the processes of tests either.
+_INTERPRETERS = str(Path(__file__).parent / "tests/interpreters")
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [_INTERPRETERS, os.environ.get("PYTHONPATH", "")])
+)
+
 profiles.register()
 
 # Until all tests are collected: nothing of that is garbage.
