@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 _POLL_S = 0.005
+_LONGEST_POLL_S = 0.1
 _SHM = ("/", "dev", "shm")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -46,21 +47,24 @@ RUNTIMES = ("local", "spmd", "monarch")
 
 
 async def until(predicate: Callable[[], Awaitable[Any] | Any], timeout: float = 5.0) -> Any:
-    """Poll until ``predicate()`` (sync or async) is true, and return what it gave.
+    """Poll until ``predicate()`` (sync or async) is true, and return what it gave. One that takes
+    long is asked less often: what is waited for needs the processor, too.
 
     Raises:
         AssertionError: not within ``timeout`` seconds.
     """
     deadline = time.monotonic() + timeout
     while True:
+        begun = time.monotonic()
         value = predicate()
         if inspect.isawaitable(value):
             value = await value
         if value:
             return value
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > deadline:
             raise AssertionError(f"not true within {timeout} s: {predicate!r} gave {value!r}")
-        await asyncio.sleep(_POLL_S)
+        await asyncio.sleep(min(max(_POLL_S, 2 * (now - begun)), _LONGEST_POLL_S))
 
 
 def server_children() -> set[int]:
