@@ -24,8 +24,8 @@ FIRST_SEED  ?= 0
 # A folder of wheels that no package index has: make setup WHEELS=../wheels. Tests that need one that
 # is not there are skipped.
 WHEELS ?=
-# More than there are cores: many tests wait for processes.
-TEST_PROCESSES ?= 4
+# Far more than there are cores: most tests wait for other processes, for time-outs and for disks.
+TEST_PROCESSES ?= 6
 
 .DELETE_ON_ERROR:
 .PHONY: help setup demo test test-all check format bench simulate soak clean

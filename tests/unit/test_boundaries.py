@@ -7,6 +7,7 @@ Who may import whom is said in ``pyproject.toml`` (``[tool.importlinter]``), and
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import subprocess
@@ -31,8 +32,14 @@ def nodes(*folders: Path) -> Iterator[tuple[str, ast.AST]]:
     paths = sorted(path for folder in folders for path in folder.rglob("*.py"))
     assert paths
     for path in paths:
-        for node in ast.walk(ast.parse(path.read_text())):
-            yield f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}", node
+        name = path.relative_to(ROOT)
+        for node in _nodes(path):
+            yield f"{name}:{getattr(node, 'lineno', 0)}", node
+
+
+@functools.cache
+def _nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
 
 
 def test_the_core_names_no_engine() -> None:

@@ -144,9 +144,10 @@ async def test_whatever_is_killed_during_repair() -> None:
 
 
 async def read_on(client: ts.Client, tensors: dict[str, torch.Tensor]) -> None:
-    """Read everything, again and again, and compare it."""
+    """Read everything, again and again, and compare it, at a pace that leaves room for repair."""
     while True:
         for key, tensor in tensors.items():
+            await asyncio.sleep(0.02)
             try:
                 assert torch.equal(await client.get(key), tensor)
             except ts.ObjectLostError:

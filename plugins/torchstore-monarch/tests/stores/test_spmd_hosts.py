@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from tests.monarch.jobs import python_path, running
+from tests.processes import Program
 from tests.support import free_port, until
 
 _PROGRAM = str(Path(__file__).with_name("spmd_rank.py"))
@@ -39,12 +40,9 @@ class Ranks:
         self._base = Path(tempfile.mkdtemp(prefix="ts-spmd-", dir="/tmp"))
         port = free_port()
         self.processes = [
-            subprocess.Popen(
-                [sys.executable, _PROGRAM],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,
-                env={
+            Program(
+                _PROGRAM,
+                environment={
                     **os.environ,
                     _MARK: self._mark,
                     "PYTHONPATH": python_path(),
@@ -65,8 +63,6 @@ class Ranks:
     async def ask(self, rank: int, function: str, *arguments: Any) -> dict[str, Any]:
         """What a function of the program gives there, or the error it raises."""
         process = self.processes[rank]
-        assert process.stdin is not None
-        assert process.stdout is not None
         process.stdin.write(json.dumps([function, arguments]).encode() + b"\n")
         process.stdin.flush()
         line = await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), _PATIENCE_S)
