@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -83,7 +84,7 @@ async def rounds() -> None:
 
 async def stay() -> None:
     """Join, say who the server is, and use the store whenever told to."""
-    await ts.initialize_spmd(**SMALL)
+    await ts.initialize_spmd(**SMALL, keeper="KEEPER" in os.environ)
     await exchange()
     say("server", pid=await server(), address=await ts.address())
     await told()
@@ -91,6 +92,42 @@ async def stay() -> None:
     say("still here", value=await ts.get("after"))
     await told()
     await ts.shutdown()
+    say("done")
+
+
+async def keep() -> None:
+    """Use a store with a keeper; all ranks go on when rank 0 kills its server, and killed again
+    while they leave it ends with the last of them.
+    """
+    await ts.initialize_spmd(**SMALL, keeper=True)
+    await exchange()
+    mapped = await ts.get(f"of {1 - RANK}")
+    waiting = asyncio.ensure_future(ts.wait("killed", timeout=60))
+    await asyncio.sleep(0)
+    pid = await server()
+    if RANK == 0:
+        os.kill(pid, signal.SIGKILL)
+        await ts.put("killed", pid)
+    await waiting
+    pid = await ts.get("killed")
+    again = await server()
+    assert again != pid
+    assert torch.equal(mapped, VALUE + 1 - RANK)
+    assert (await ts.put(f"of {RANK}", VALUE)).version == 2
+    assert torch.equal(await ts.get(f"of {1 - RANK}"), VALUE)
+    say("server", pid=again, address=await ts.address())
+    await ts.put(f"ready {RANK}", 1)
+    await ts.wait(["ready 0", "ready 1"])
+    if RANK == 0:
+        await ts.shutdown()
+    else:
+        while len((await ts.status()).sessions) > 1:
+            await asyncio.sleep(0.01)
+        os.kill(again, signal.SIGKILL)
+        assert torch.equal(await ts.get("of 0"), VALUE)
+        last = await server()
+        await ts.shutdown()  # which waits for the server, as this rank is the last one
+        assert not Path(f"/proc/{last}").exists()
     say("done")
 
 

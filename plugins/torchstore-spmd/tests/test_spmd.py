@@ -148,6 +148,39 @@ async def test_a_killed_rank_does_not_take_the_store_along(killed: int) -> None:
         await until(lambda: nothing_left(server))
 
 
+async def test_ranks_go_on_when_the_server_is_killed() -> None:
+    """Under torchrun; and the store ends with the last rank, as without a keeper."""
+    with job("keep", torchrun=True) as ranks:
+        said = await ranks.end()
+    told = [line for line in said if line["say"] == "server"]
+    assert len(told) == 2
+    assert all(map(nothing_left, told))
+    assert [line["say"] for line in said].count("done") == 2
+
+
+@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.thorough)])
+async def test_a_rank_dies_while_there_is_no_server(killed: int) -> None:
+    """The next life of the server counts the members that are left; also without its starter."""
+    other = 1 - killed
+    with job("stay", KEEPER="1") as ranks:
+        server = await ranks.line(other)
+        await ranks.line(killed)
+        os.kill(server["pid"], signal.SIGSTOP)
+        ranks.processes[killed].kill()
+        ranks.processes[killed].wait()
+        os.kill(server["pid"], signal.SIGKILL)
+        ranks.tell(other)
+        assert await ranks.line(other) == {"rank": other, "say": "still here", "value": other}
+        ranks.processes[other].kill()
+        await until(lambda: nothing_left(server), 20)
+
+
+async def test_ranks_of_several_hosts_have_no_keeper() -> None:
+    env = ts.SPMDEnv(0, 0, 2, 1, "127.0.0.1", free_port())
+    with pytest.raises(ts.ConfigurationError, match="keeper"):
+        await ts.initialize_spmd(env=env, **SMALL, keeper=True)
+
+
 @pytest.mark.quick
 async def test_a_store_ends_when_all_ranks_end_without_shutdown() -> None:
     with job("end_without_shutdown") as ranks:

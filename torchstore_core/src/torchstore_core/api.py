@@ -204,6 +204,7 @@ async def initialize_spmd(
     spill_capacity: int | None = None,
     when_full: str | None = None,
     repair_bandwidth: int | None = None,
+    keeper: bool = False,
 ) -> Client:
     """Start one store for all ranks of a job, for example one started by torchrun. Every rank calls
     this with the same arguments; it returns when all of them have joined.
@@ -226,7 +227,8 @@ async def initialize_spmd(
         num_storage_volumes: how many volumes share ``capacity``; None: one per rank, with the
             strategy ``host`` one per host, with ``singleton`` one.
         capacity, prefault, allow_pickle, prefer, block, spill, spill_capacity, when_full,
-            repair_bandwidth: as for :func:`initialize`. Only stores of a single host can spill yet.
+            repair_bandwidth, keeper: as for :func:`initialize`. Only stores of a single host can
+            spill, and only these have a keeper yet.
         timeout: seconds until all ranks must have joined, and default for every operation.
 
     Raises:
@@ -283,6 +285,7 @@ async def initialize_spmd(
             spill_capacity=spill_capacity,
             when_full=when_full,
             repair_bandwidth=bandwidth,
+            keeper=keeper,
         )
         return await starting.start(options, host, None, policy, timeout, allow_pickle)
 

@@ -21,7 +21,11 @@ _END_FAILED_S = 3.0
 
 
 class _Server(msgspec.Struct, frozen=True):
-    """The server, as rank 0 announces it to the other ranks."""
+    """The server, as rank 0 announces it to the other ranks.
+
+    Args:
+        process: of the server, or of its keeper, with which it ends.
+    """
 
     address: str
     process: ProcessIdentity
@@ -34,7 +38,7 @@ async def start(options: StoreOptions, env: SPMDEnv, rendezvous: Rendezvous) -> 
     runtime = LocalRuntime(members=True)
     try:
         address = await rendezvous.unless_failed(runtime.start(options, None))
-        server = _Server(address, ProcessIdentity.of(runtime.server_pid))
+        server = _Server(address, ProcessIdentity.of(runtime.pid))
         await rendezvous.publish("server", server)
     except BaseException as error:
         await rendezvous.fail(error)

@@ -45,6 +45,7 @@ class _Terms(msgspec.Struct, frozen=True):
     spill_capacity: int | None = None
     when_full: str | None = None
     repair_bandwidth: int | None = None
+    keeper: bool = False
 
     @classmethod
     def of(cls, options: StoreOptions, env: SPMDEnv) -> _Terms:
@@ -63,6 +64,7 @@ class _Terms(msgspec.Struct, frozen=True):
             options.spill_capacity,
             options.when_full,
             options.repair_bandwidth,
+            options.keeper,
         )
 
 
@@ -84,6 +86,11 @@ class SPMDRuntime(RankRuntime):
         try:
             terms = _Terms.of(options, self._env)
             if not self._env.one_host:
+                if options.keeper:
+                    raise ConfigurationError(
+                        "the ranks are on several hosts, and only a store of ranks of one host can "
+                        "have a keeper yet: leave out keeper="
+                    )
                 start = _over_several_hosts(options.block)
         except TorchStoreError as error:
             await self.withdraw(options.store_name, error)

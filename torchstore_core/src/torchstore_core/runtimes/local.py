@@ -143,6 +143,11 @@ class LocalRuntime(Runtime):
         return address
 
     @property
+    def pid(self) -> int:
+        """Of the process that was started: the server, or its keeper; 0: there is none."""
+        return 0 if self._process is None else self._process.pid
+
+    @property
     def ended(self) -> bool:
         process = self._process
         if process is None or os.getpid() != self._owner:

@@ -78,6 +78,8 @@ async def _main(
     keeper: KeeperLink | None,
 ) -> int:
     server = Server(options, keeper)
+    if isinstance(options, ProcessOptions) and options.members:
+        server.members = Members(server.stop_soon)
     loop = asyncio.get_running_loop()
     # Set before anything is created that a signal could leave behind.
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -102,8 +104,7 @@ async def _main(
 def _end_with_others(options: ServerOptions, server: Server, keeper: KeeperLink | None) -> None:
     """Make the server end with its owner, or with its last member."""
     owner_ended = server.stop_soon
-    if isinstance(options, ProcessOptions) and options.members:
-        server.members = Members(server.stop_soon)
+    if server.members is not None:
         owner_ended = server.members.starter_ended
     else:
         server.owner = options.owner

@@ -286,6 +286,8 @@ class Server:
         controller = RecordedController(log, volumes, self._strategy, **given)
         keeper.keep("log", log.fd, incarnation=str(controller.incarnation))
         controller.restore()
+        if self.members is not None:
+            self.members.restored(controller.sessions.values())
         self.returning = Returning(controller, self._died_meanwhile)
         names = [name.removeprefix(_SESSION) for name in keeper.names() if _SESSION in name]
         self.returning.begin({int(name) for name in names})

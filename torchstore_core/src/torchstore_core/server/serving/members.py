@@ -7,7 +7,7 @@ leaves with a ``Shutdown``, or when its process ends. The server ends with its l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torchstore_core.contracts.engine import MEMBER_ROLE
 from torchstore_core.errors import StoreClosedError
@@ -45,6 +45,11 @@ class Members:
                 raise StoreClosedError("this server ends: its last rank has left")
             self._any_joined = True
             self._present.add(session.token)
+
+    def restored(self, sessions: Iterable[SessionRecord]) -> None:
+        """Count those of an earlier life of this server that are members'."""
+        self._present.update([one.token for one in sessions if is_member(one)])
+        self._any_joined = bool(self._present)
 
     def left(self, session: SessionRecord) -> bool:
         """Remove a session that has left or whose process has died. Returns whether it was the last
