@@ -155,6 +155,9 @@ def _evict(folder: Path) -> None:
 
 
 def _from_disk() -> int:
-    """Bytes that this process has had read from disks so far."""
-    lines = Path("/proc/self/io").read_text().splitlines()
+    """Bytes that this process has had read from disks so far; 0 where the system does not say."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return 0
     return int(dict(line.split(": ") for line in lines)["read_bytes"])

@@ -212,7 +212,9 @@ def restore_stages(folder: str) -> None:
 
 
 def take_contradictions(folder: str, how: str) -> str:
-    """On one mesh: ranks that disagree about a shape, or of which one has no part of a tensor."""
+    """On one mesh: ranks that disagree about a shape, of which one has no part of a tensor, or
+    which mean two things by one path.
+    """
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2,))
     width = 3 + rank if how == "shape" else 3
@@ -223,9 +225,12 @@ def take_contradictions(folder: str, how: str) -> str:
     )
     if how == "part" and rank:
         made = local
+    state = {"m": StateDict(w=made)}
+    if how == "name":
+        state = {"m": StateDict({"x/w": local})} if rank else {"m/x": StateDict(w=local)}
     try:
-        Snapshot.take(folder, {"m": StateDict(w=made)}, fsync=False)
-    except ts.LayoutMismatchError as error:
+        Snapshot.take(folder, state, fsync=False)
+    except (ts.LayoutMismatchError, ts.UnsupportedValueError) as error:
         return str(error.key)
     return "taken"
 

@@ -183,12 +183,13 @@ async def test_tensors_of_one_name_on_different_meshes(
         assert float(snapshot.read_object(f"{rank}/m/w")[0, 0]) == first
 
 
-@pytest.mark.parametrize("how", ["shape", "part"])
+@pytest.mark.parametrize("how", ["shape", "part", "name"])
 async def test_ranks_that_contradict_each_other_write_nothing(
     jobs: Jobs, tmp_path: Path, how: str
 ) -> None:
     folder = tmp_path / "s"
-    assert await jobs["two"].run(acts.take_contradictions, str(folder), how) == ["m/w", "m/w"]
+    path = "m/x/w" if how == "name" else "m/w"
+    assert await jobs["two"].run(acts.take_contradictions, str(folder), how) == [path, path]
     assert not [*folder.iterdir()]
 
 

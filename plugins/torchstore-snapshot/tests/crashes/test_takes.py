@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import random
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from tests.support import until
 
 from torchstore_snapshot import Snapshot, StateDict, gc
 from torchstore_snapshot.format.paths import MANIFEST
+from torchstore_snapshot.format.weight_maps import weight_maps
 
 _TAKES = """
 from torchstore_snapshot import Snapshot, StateDict
@@ -66,7 +69,11 @@ def collect(folder: Path, chance: random.Random) -> None:
     else:
         report = gc(folder.parent, keep_last=1, grace=0)
     assert (report.running, report.unreadable, report.held) == ((), {}, {})
-    files = {file.name for file in Snapshot(folder).manifest.files}
+    manifest = Snapshot(folder).manifest
+    files = {file.name for file in manifest.files}
+    assert {name: (folder / name).read_bytes() for name in weight_maps(manifest)} == weight_maps(
+        manifest
+    )
     assert {path.name for path in folder.iterdir()} - files <= {
         MANIFEST,
         "m.safetensors.index.json",
@@ -92,6 +99,44 @@ Snapshot.take({path!r}, {{"m": state}}, overwrite=True, fsync=False, file_max=50
 left[0] = 0
 print("alive")
 """
+
+
+_DIES_BEFORE_ITS_MAP = """
+import os, signal, sys
+from torchstore_snapshot import Snapshot, StateDict
+state = StateDict(n=2, **{{f"w{{i}}": torch.full((50_000,), 2.0) for i in range(8)}})
+def die(event, args):
+    if event == "open" and ".index.json-" in str(args[0]):
+        os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(die)
+Snapshot.take({path!r}, {{"m": state}}, overwrite=True, fsync=False, file_max=500_000)
+"""
+
+
+@pytest.mark.parametrize("replaces", [True, False])
+async def test_kill_a_take_between_its_manifest_and_its_map(tmp_path: Path, replaces: bool) -> None:
+    folder = tmp_path / "s"
+    if replaces:
+        state = StateDict(n=1, **{f"w{i}": torch.full((50_000,), 1.0) for i in range(8)})
+        Snapshot.take(folder, {"m": state}, fsync=False, file_max=500_000)
+    with Script(_DIES_BEFORE_ITS_MAP.format(path=str(folder))) as script:
+        await until(lambda: script._process.wait(0.005) is not None, 60)
+    assert restored(folder) == 2
+    expected = weight_maps(Snapshot(folder).manifest)
+    (name,) = expected
+    assert (folder / name).exists() is replaces  # the map of what is not there any more
+    mended = (f"s/{name}",)
+    assert gc(tmp_path, dry_run=True).mended == mended
+    report = gc(tmp_path, grace=0)
+    assert report.mended == mended
+    assert (folder / name).read_bytes() == expected[name]
+    assert all(
+        (folder / file).exists() for file in json.loads(expected[name])["weight_map"].values()
+    )
+    assert gc(tmp_path, grace=0).mended == ()
+    (folder / name).write_bytes(b'{"weight_map": {"theirs": "model.safetensors"}}')
+    os.utime(folder / name, (0, 0))
+    assert gc(tmp_path, grace=0).mended == ()
 
 
 @pytest.mark.soak

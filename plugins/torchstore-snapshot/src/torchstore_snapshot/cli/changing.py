@@ -33,6 +33,7 @@ def collect(path: str, keep_last: int | None, *, dry_run: bool) -> reports.Colle
         dead=list(done.dead),
         unreadable=dict(done.unreadable),
         held=dict(done.held),
+        mended=list(done.mended),
     )
 
 

@@ -165,6 +165,7 @@ class Collected(msgspec.Struct, frozen=True):
         unreadable: names of snapshots whose manifests cannot be used, and why.
         held: what stays because one of those may refer to it, and which: snapshots, and
             ``snapshot/file``.
+        mended: maps of weights, as ``snapshot/file``, that a take which died had not written.
     """
 
     path: str
@@ -177,6 +178,7 @@ class Collected(msgspec.Struct, frozen=True):
     dead: list[str]
     unreadable: dict[str, str]
     held: dict[str, str]
+    mended: list[str] = []
 
 
 class Converted(msgspec.Struct, frozen=True):

@@ -206,6 +206,8 @@ def _collected(page: _Page, report: reports.Collected) -> None:
         page.line(Text.assemble((_printable(name), "red"), f"  {why}"))
     for name, why in report.held.items():
         page.line(Text.assemble((_printable(name), "yellow"), f"  stays: {why}"))
+    for name in report.mended:
+        page.line(f"{name}  {'would be ' if report.dry_run else ''}mended")
     verb = "would be removed" if report.dry_run else "removed"
     running = f"; {_count(len(report.running), 'take')} running" if report.running else ""
     page.line(

@@ -15,7 +15,7 @@ from torchstore_snapshot.format.manifest import Manifest
 from torchstore_snapshot.format.paths import MANIFEST, claim_file, take_of
 from torchstore_snapshot.format.weight_maps import MAP, map_name, written_by_a_take
 from torchstore_snapshot.series.claims import GRACE_S, decode
-from torchstore_snapshot.series.retiring import retire, sweep_map
+from torchstore_snapshot.series.retiring import mend_maps, retire, stale_maps, sweep_map
 from torchstore_snapshot.series.survey import Place, Survey, folder_name, survey
 from torchstore_snapshot.storage.base import KeepsUnfinished, Storage
 from torchstore_snapshot.storage.opening import open_storage
@@ -60,6 +60,8 @@ class GcReport(msgspec.Struct, frozen=True):
         held: what stays because an unreadable snapshot may refer to it, and which one that is:
             by names of snapshots that would be dropped otherwise, and of files
             (``snapshot/file``) that would be removed.
+        mended: weight maps (``snapshot/file``) that were written anew, because a take died after
+            it was committed, before it wrote them.
     """
 
     path: str
@@ -72,6 +74,7 @@ class GcReport(msgspec.Struct, frozen=True):
     dead: tuple[str, ...]
     unreadable: dict[str, str]
     held: dict[str, str]
+    mended: tuple[str, ...] = ()
 
 
 def gc(
@@ -82,7 +85,8 @@ def gc(
     grace: float | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> GcReport:
-    """Remove the leavings of takes that have died, and snapshots other than the last ones.
+    """Remove the leavings of takes that have died, and snapshots other than the last ones; and
+    finish what takes that died left undone after they were committed: the maps of weights.
 
     May run at any time, beside takes, restores and other garbage collections. A file is removed
     only if no snapshot in the series refers to it and no running take may. (A snapshot that is
@@ -162,6 +166,15 @@ def _gc(text: str, keep_last: int | None, dry_run: bool, grace: float | None) ->
         else:
             files.append(file)
     files += _maps(place, seen, [name for name in names if name not in gone])
+    mended: list[str] = []
+    for name, manifest in seen.manifests.items():
+        if name not in names or name in gone or name in seen.running.values():
+            continue
+        folder = place.folder(name)
+        maps: Iterable[str] = stale_maps(folder, manifest, seen.files[name])
+        if maps and not dry_run:
+            maps = mend_maps(folder, silence)
+        mended += [f"{name}/{map_}" for map_ in maps]
     if not dry_run:
         _remove(place, seen, files, silence)
         for name in gone:
@@ -177,6 +190,7 @@ def _gc(text: str, keep_last: int | None, dry_run: bool, grace: float | None) ->
         tuple(sorted(take for take, name in seen.dead.items() if name in names)),
         seen.unreadable,
         held,
+        tuple(mended),
     )
 
 

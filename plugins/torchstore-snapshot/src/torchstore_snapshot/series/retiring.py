@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torchstore_snapshot.errors import (
     SnapshotCorruptError,
@@ -23,10 +23,11 @@ from torchstore_snapshot.format.manifest import Manifest
 from torchstore_snapshot.format.paths import MANIFEST, claim_file, new_take_id, take_of
 from torchstore_snapshot.format.weight_maps import weight_maps, written_by_a_take
 from torchstore_snapshot.series.claims import GRACE_S, Claim, claims_in
-from torchstore_snapshot.storage.base import Storage
+from torchstore_snapshot.storage.base import FileInfo, Storage
 from torchstore_snapshot.storage.opening import read_manifest
 
-__all__ = ["await_retirement", "delete_map", "forget_claims", "retire", "sweep_map"]
+__all__ = ["await_retirement", "delete_map", "forget_claims", "mend_maps", "retire", "stale_maps"]
+__all__ += ["sweep_map"]
 
 # Whoever has not removed a manifest by then does not do it any more, but others still wait.
 _RETIRES_S = 30.0
@@ -82,12 +83,76 @@ def sweep_map(folder: Storage, name: str, grace: float = GRACE_S) -> None:
             delete_map(folder, name)
 
 
+def stale_maps(folder: Storage, manifest: Manifest, files: Iterable[FileInfo]) -> dict[str, bytes]:
+    """Return the weight maps of a snapshot that are missing or those of an earlier one, by the
+    names of their files, as they should be: a take died after it was committed, before it wrote
+    them. Files of other programs are none of them.
+
+    Args:
+        files: what is in the folder.
+    """
+    known = {info.name: info for info in files}
+    committed = known.get(MANIFEST)
+    found: dict[str, bytes] = {}
+    for name, data in weight_maps(manifest).items():
+        info = known.get(name)
+        if info is None:
+            found[name] = data
+        elif committed is None or info.modified <= committed.modified:  # it is written later
+            try:
+                there = folder.read(name)
+            except FileNotFoundError:
+                there = None
+            if there is None or (there != data and written_by_a_take(there)):
+                found[name] = data
+    return found
+
+
+def mend_maps(folder: Storage, grace: float = GRACE_S) -> list[str]:
+    """Write the :func:`stale_maps` of a snapshot anew, unless a take is running in its folder, or
+    somebody is about to remove the snapshot.
+
+    Args:
+        grace: as for :func:`retire`.
+
+    Returns:
+        The names of their files.
+    """
+    mended: list[str] = []
+    with (
+        contextlib.suppress(FileNotFoundError, SnapshotNotFoundError),  # it was removed just now
+        _announced(folder, _NO_TAKE, grace, alone=True) as free,
+    ):
+        if not free:
+            return []
+        try:
+            manifest = read_manifest(folder)
+        except (SnapshotFormatError, SnapshotCorruptError):
+            return []
+        for name, data in stale_maps(folder, manifest, folder.list()).items():
+            folder.publish(name, data, take=manifest.take, overwrite=True, durable=True)
+            mended.append(name)
+        try:
+            read_manifest(folder)
+        except SnapshotNotFoundError:
+            for name in mended:
+                delete_map(folder, name)
+            raise
+    return mended
+
+
 @contextlib.contextmanager
-def _announced(folder: Storage, take: str, grace: float) -> Iterator[bool]:
-    """Announce that something of a take is about to be removed; yields whether it may be."""
+def _announced(folder: Storage, take: str, grace: float, *, alone: bool = False) -> Iterator[bool]:
+    """Announce that something of a take is about to be removed, or written; yields whether it may
+    be.
+
+    Args:
+        alone: it may not be while others have announced the same.
+    """
     claim = Claim(folder, new_take_id(), retires=take)
     try:
-        yield not any(lives and not record.retires for record, lives in claims_in(folder, grace))
+        others = [record for record, lives in claims_in(folder, grace) if lives]
+        yield not any(not record.retires for record in others) and not (alone and len(others) > 1)
     finally:
         claim.release()
 

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Item", "LocalPiece", "collect", "collect_values", "matches"]
+__all__ = ["Item", "LocalPiece", "collect", "collect_values", "matches", "refuse_ambiguous"]
+__all__ += ["with_slashes"]
 
 
 class LocalPiece(NamedTuple):
@@ -110,7 +111,7 @@ def collect(
     if rng is not None:  # whatever the calls of state_dict() drew
         rng[0].load_state_dict(rng[1])
     items = collect_values(states, replicated, common, allow_pickle=allow_pickle)
-    _refuse_ambiguous(items)
+    refuse_ambiguous(with_slashes(items))
     return sorted(states), items
 
 
@@ -170,16 +171,23 @@ def _refuse_surrogates(path: str) -> None:
         ) from error
 
 
-def _refuse_ambiguous(items: Sequence[Item]) -> None:
-    """Raise if two entries have one path, because slashes are part of their names."""
+def with_slashes(items: Sequence[Item]) -> list[tuple[str, str]]:
+    """Return the keys and names of the entries that have a slash in one of them."""
+    return [(item.key, item.name) for item in items if "/" in item.key or "/" in item.name]
+
+
+def refuse_ambiguous(named: Sequence[tuple[str, str]]) -> None:
+    """Raise UnsupportedValueError if two entries, given by key and name, have one path, because
+    slashes are part of their names. Others than those :func:`with_slashes` have none in common.
+    """
     keys: dict[str, str] = {}
-    for item in items:
-        path = f"{item.key}/{item.name}"
-        other = keys.setdefault(path, item.key)
-        if other != item.key:
+    for key, name in named:
+        path = f"{key}/{name}"
+        other = keys.setdefault(path, key)
+        if other != key:
             raise UnsupportedValueError(
                 f"the path {path!r} is that of {path[len(other) + 1 :]!r} in {other!r}, and of "
-                f"{item.name!r} in {item.key!r}; give one of them another name",
+                f"{name!r} in {key!r}; give one of them another name",
                 key=path,
             )
 

@@ -20,7 +20,7 @@ from torchstore_snapshot.series.survey import folder_name, references
 from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.storage.local import LocalStorage
 from torchstore_snapshot.storage.opening import open_storage, read_manifest
-from torchstore_snapshot.taking.collecting import Item, collect
+from torchstore_snapshot.taking.collecting import Item, collect, refuse_ambiguous, with_slashes
 from torchstore_snapshot.taking.planning import (
     Holding,
     PlannedFile,
@@ -95,8 +95,8 @@ class Prepared(NamedTuple):
 
 
 class _Proposal(msgspec.Struct, array_like=True):
-    """What a rank tells the others: where rank 0 takes the snapshot, what it could write, and the
-    URL and the take of the base.
+    """What a rank tells the others: where rank 0 takes the snapshot, what it could write, the URL
+    and the take of the base, and the keys and names of entries with slashes in them.
     """
 
     url: str
@@ -104,6 +104,7 @@ class _Proposal(msgspec.Struct, array_like=True):
     held: list[Holding]
     alone: int
     base: tuple[str, str] | None = None
+    named: list[tuple[str, str]] = []
 
 
 class Agreed(NamedTuple):
@@ -115,6 +116,7 @@ class Agreed(NamedTuple):
         everyone: what each rank could write, by rank; see :func:`holdings`.
         base: the snapshot whose files may be referred to, on rank 0.
         claim: on rank 0, what says that the take is running.
+        named: the keys and names of all ranks' entries that may have one path.
     """
 
     first: _Proposal
@@ -125,6 +127,7 @@ class Agreed(NamedTuple):
     options: TakeOptions
     base: tuple[Storage, Manifest] | None
     claim: Claim | None
+    named: list[tuple[str, str]]
 
 
 def agree(
@@ -163,7 +166,7 @@ def agree(
             refuse_foreign_maps(storage, maps_of(items))
             storage.prepare(durable=options.fsync)
         held, alone = holdings(items) if ranks.size > 1 else ([], 0)
-        proposal = _Proposal(storage.url, new_take_id(), held, alone)
+        proposal = _Proposal(storage.url, new_take_id(), held, alone, named=with_slashes(items))
         if ranks.rank == 0:
             claim = Claim(storage, proposal.take, reading=options.base is not None)
             base = _read_base(storage, claim, options)
@@ -180,7 +183,8 @@ def agree(
     everyone = [(p.held, p.alone) for p in proposals]
     if ranks.size == 1:
         everyone = [holdings(items)]
-    return Agreed(proposals[0], ranks, keys, items, everyone, options, base, claim)
+    named = [each for p in proposals for each in p.named]
+    return Agreed(proposals[0], ranks, keys, items, everyone, options, base, claim, named)
 
 
 def plan(agreed: Agreed) -> Prepared:
@@ -188,7 +192,9 @@ def plan(agreed: Agreed) -> Prepared:
 
     Raises:
         LayoutMismatchError: the ranks contradict each other. All of them raise this.
+        UnsupportedValueError: so do two names. All of them raise this, too.
     """
+    refuse_ambiguous(agreed.named)
     first, ranks, items, options = agreed.first, agreed.ranks, agreed.items, agreed.options
     units = split_work(items, ranks.rank, agreed.everyone)
     units, reused = _reuse(items, units, first, agreed.base)

@@ -69,10 +69,12 @@ def publish(
             f"another take has made a snapshot at {storage.url!r} in the meantime",
             details={"path": storage.url},
         ) from error
-    if claim is not None:
-        claim.release()
-    for name, data in maps.items():
-        storage.publish(name, data, take=take, overwrite=True, durable=options.fsync)
+    try:
+        for name, data in maps.items():
+            storage.publish(name, data, take=take, overwrite=True, durable=options.fsync)
+    finally:
+        if claim is not None:
+            claim.release()
     if before is not None:
         for name in weight_maps(before).keys() - maps.keys():
             delete_map(storage, name)
@@ -80,6 +82,8 @@ def publish(
     if options.overwrite and storage.replaces:
         now = replaced(storage)  # another take may have replaced this one, without seeing it
         if now is not None and now.take != take:
+            for name, data in weight_maps(now).items():  # which were written first
+                storage.publish(name, data, take=now.take, overwrite=True, durable=options.fsync)
             remove_replaced(storage, manifest)
 
 
