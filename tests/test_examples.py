@@ -1,4 +1,6 @@
-"""The examples, run as a user runs them: in a process of their own."""
+"""The examples, run as a user runs them: in a process of their own. Those that end by themselves are
+forked with torch imported, but for the shortest and the one of torchrun.
+"""
 
 from __future__ import annotations
 
@@ -61,6 +63,23 @@ def example(
         process.communicate()
 
 
+async def finished(name: str, *arguments: str) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error of an example that ends by itself, in a
+    process that has imported torch. It must leave no process behind.
+    """
+    mark = uuid.uuid4().hex
+    environment = {**os.environ, _MARK: mark, "GLOO_SOCKET_IFNAME": "lo"}
+    try:
+        ended = await run_program(
+            EXAMPLES / name, *arguments, environment=environment, timeout=PATIENCE_S
+        )
+        await until(lambda: not left_over(mark))  # a fork server ends by itself
+    finally:
+        for one in left_over(mark):
+            one.kill()
+    return ended
+
+
 def descendants(pid: int) -> list[psutil.Process]:
     """Children, their children and so on."""
     try:
@@ -113,8 +132,7 @@ async def output(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 async def test_generators_hold_whole_versions_and_see_them_change() -> None:
-    with example(TRAINER, "--steps", "4", "--json") as process:
-        status, out, err = await output(process)
+    status, out, err = await finished(TRAINER, "--steps", "4", "--json")
     assert status == 0, err
     numbers = json.loads(out)
     assert numbers["mismatches"] == 0
@@ -137,16 +155,14 @@ async def test_generators_hold_whole_versions_and_see_them_change() -> None:
 
 @pytest.mark.soak
 async def test_a_wrong_checksum_is_noticed_by_every_generator() -> None:
-    with example(TRAINER, "--steps", "2", "--json", "--corrupt") as process:
-        status, out, err = await output(process)
+    status, out, err = await finished(TRAINER, "--steps", "2", "--json", "--corrupt")
     assert status == 1, err
     numbers = json.loads(out)
     assert [len(g["mismatches"]) for g in numbers["generators"]] == [1, 1]
 
 
 async def test_tensor_parallel_ranks_hold_what_fsdp_ranks_have_published() -> None:
-    with example(FSDP, "--steps", "3", "--json") as process:
-        status, out, err = await output(process)
+    status, out, err = await finished(FSDP, "--steps", "3", "--json")
     assert status == 0, err
     assert not err
     numbers = json.loads(out)
@@ -171,8 +187,7 @@ async def test_tensor_parallel_ranks_hold_what_fsdp_ranks_have_published() -> No
 
 @pytest.mark.soak
 async def test_wrong_weights_are_noticed_by_every_tensor_parallel_rank_and_said() -> None:
-    with example(FSDP, "--steps", "2", "--corrupt") as process:
-        status, out, err = await output(process)
+    status, out, err = await finished(FSDP, "--steps", "2", "--corrupt")
     assert status == 1, err
     assert re.search(r"2 FSDP2 ranks put +2 +90\.9 ", out)
     assert re.search(r"2 TP ranks get +[12] +92\.3 ", out)
@@ -222,8 +237,7 @@ async def test_two_lines_carry_a_module_to_another_process() -> None:
 
 @pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.soak), 2])
 async def test_rollouts_never_come_from_weights_that_are_too_old(lag: int) -> None:
-    with example("bounded_staleness.py", "--lag", str(lag), "--steps", "60") as process:
-        status, out, err = await output(process)
+    status, out, err = await finished("bounded_staleness.py", "--lag", str(lag), "--steps", "60")
     assert status == 0, err
     assert not err
     before, after = map(float, re.findall(r"^reward: (\S+) -> (\S+)$", out, re.M)[0])
@@ -236,8 +250,7 @@ async def test_rollouts_never_come_from_weights_that_are_too_old(lag: int) -> No
 
 
 async def test_lora_adapters_are_published_alone_and_the_rest_is_shared() -> None:
-    with example("lora.py", "--steps", "3") as process:
-        status, out, err = await output(process)
+    status, out, err = await finished("lora.py", "--steps", "3")
     assert status == 0, err
     assert not err
     rows = {
@@ -262,8 +275,7 @@ async def test_lora_adapters_are_published_alone_and_the_rest_is_shared() -> Non
 
 
 async def test_generators_follow_a_killed_trainer_back_to_its_checkpoint() -> None:
-    with example("restarted_trainer.py", "--steps", "7", "--killed-at", "6") as process:
-        status, out, err = await output(process)
+    status, out, err = await finished("restarted_trainer.py", "--steps", "7", "--killed-at", "6")
     assert status == 0, err
     assert not err
     lines = out.splitlines()

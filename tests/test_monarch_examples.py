@@ -4,12 +4,9 @@ user runs them: in jobs of their own.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
-import subprocess
-import sys
 import uuid
 from pathlib import Path
 
@@ -32,23 +29,14 @@ async def run(program: Path, *arguments: str, patience: float = PATIENCE_S) -> t
     The engine ends its processes with the one that started them, within moments.
     """
     mark = uuid.uuid4().hex
-    process = subprocess.Popen(
-        [sys.executable, str(program), *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, _MARK: mark},
-    )
+    environment = {**os.environ, _MARK: mark}
     try:
-        out, err = await asyncio.to_thread(process.communicate, timeout=patience)
+        ended = await run_program(program, *arguments, environment=environment, timeout=patience)
         await until(lambda: not left_over(mark))
     finally:
-        process.kill()
         for one in left_over(mark):
             one.kill()
-        process.communicate()
-    return process.returncode, out, err
+    return ended
 
 
 async def test_a_ring_of_actors_gets_each_others_tensors() -> None:
