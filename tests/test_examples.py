@@ -1,5 +1,5 @@
-"""The examples, run as a user runs them: in a process of their own. Those that end by themselves are
-forked with torch imported, but for the shortest and the one of torchrun.
+"""The examples, run as a user runs them: in a process of their own. Those that end by themselves
+are forked with torch imported, but for the shortest and the one of torchrun.
 """
 
 from __future__ import annotations
