@@ -303,6 +303,11 @@ def bench(settings: _Settings, size: int, transports: bool, save: bool) -> None:
     help="Most bytes per second to copy when copies are lost or a volume is drained; 0: no limit. "
     "Default: TORCHSTORE_REPAIR_BANDWIDTH, else 256MiB.",
 )
+@click.option(
+    "--keeper",
+    is_flag=True,
+    help="If the server dies, start it again with all that it had; clients go on.",
+)
 @_json
 @click.pass_obj
 def serve(
@@ -317,6 +322,7 @@ def serve(
     spill_capacity: int | None,
     when_full: str | None,
     repair_bandwidth: int | None,
+    keeper: bool,
 ) -> None:
     """Run a store in the foreground, until Ctrl-C or SIGTERM.
 
@@ -349,7 +355,7 @@ def serve(
         when_full=when_full,
         repair_bandwidth=repair_bandwidth,
     )
-    run_server(options, ready)
+    run_server(options, ready, keeper=keeper)
 
 
 @cli.command()

@@ -51,6 +51,20 @@ class PrivateDirectory:
         """The path of the control socket."""
         return str(self.path / CONTROL)
 
+    def remove_dead(self) -> None:
+        """Remove sockets at which nobody listens any more, because their process was killed. The
+        control socket stays.
+        """
+        for path in self.path.glob("*.sock"):
+            if path.name == CONTROL or not path.is_socket():
+                continue
+            with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
+                probe.setblocking(False)
+                try:
+                    probe.connect(str(path))
+                except ConnectionRefusedError:
+                    path.unlink(missing_ok=True)
+
     def remove(self) -> None:
         """Remove the directory if it was created by this object. Idempotent."""
         if self._own:

@@ -171,6 +171,8 @@ class Server:
         keeper = self._keeper
         kept = None if keeper is None else keeper.facts.get("directory")
         self._directory = PrivateDirectory(kept or options.directory)
+        if kept:
+            self._directory.remove_dead()
         self._loop = asyncio.get_running_loop()
         try:
             self._spill_file = self._open_spill_file()
@@ -180,8 +182,10 @@ class Server:
             listening = None if keeper is None else keeper.kept("control")
             self._listener.open(self._directory.control, listening)
             if keeper is not None:
-                directory = str(self._directory.path)
-                keeper.keep("control", self._listener.fileno(), directory=directory)
+                # In the end the keeper removes the directory, unless it was given.
+                own = "" if options.directory else "yes"
+                facts = {"directory": str(self._directory.path), "own_directory": own}
+                keeper.keep("control", self._listener.fileno(), **facts)
                 keeper.ready()
         except BaseException:
             await self.close()

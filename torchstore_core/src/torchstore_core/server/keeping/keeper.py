@@ -65,7 +65,7 @@ class Keeper:
         try:
             return self._run()
         finally:
-            if directory := self._facts.get("directory"):
+            if self._facts.get("own_directory") and (directory := self._facts.get("directory")):
                 shutil.rmtree(directory, ignore_errors=True)
 
     def _run(self) -> int:

@@ -1,0 +1,134 @@
+"""``torchstore serve --keeper``: a server that is killed comes back, and clients go on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support import until
+
+import torchstore_core as ts
+
+SCRIPT = str(Path(sys.executable).with_name("torchstore"))
+QUIET = {**os.environ, "TORCHSTORE_LOG_LEVEL": "ERROR"}
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], Any]]:
+    """The command, and its ready line."""
+    command = [SCRIPT, "serve", "--keeper", "--json", "--capacity", "64MiB", "--prefault", "0"]
+    process = subprocess.Popen([*command, *arguments], env=QUIET, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process, json.loads(process.stdout.readline())
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def is_there(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def test_clients_go_on_when_the_server_is_killed(tmp_path: Path) -> None:
+    """Also what is on disk is there again; and the user's directory stays in the end."""
+    directory = tmp_path / "sockets"
+    directory.mkdir(mode=0o700)
+    (directory / "other").write_text("not the store's")
+    with serving("--directory", str(directory), "--spill", str(tmp_path / "disk")) as (
+        process,
+        ready,
+    ):
+        assert ready["address"] == f"unix:{directory}/control.sock"
+        keeper = parent_of(ready["pid"])
+        assert parent_of(keeper) == process.pid
+        client = await ts.connect(ready["address"], timeout=60)
+        values = [torch.full((4 << 20,), float(at)) for at in range(6)]
+        for at, value in enumerate(values):  # 96 MB
+            await client.put(f"k{at}", value, when_full="spillable")
+        mapped = await client.get("k5")
+        pids = {ready["pid"]}
+        for _ in range(2):
+            pid = (await client.status()).controller_pid
+            os.kill(pid, signal.SIGKILL)
+            for at, value in enumerate(values):
+                assert torch.equal(await client.get(f"k{at}", torch.empty(4 << 20)), value)
+            assert torch.equal(mapped, values[5])
+            pids.add((await client.status()).controller_pid)
+        assert len(pids) == 3
+        assert parent_of((await client.status()).controller_pid) == keeper
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, 10) == 0
+        assert not any(map(is_there, (*pids, keeper)))
+        await ts.shutdown()
+    assert [path.name for path in directory.iterdir()] == ["other"]
+
+
+async def test_all_end_with_the_command() -> None:
+    with serving() as (process, ready):
+        keeper = parent_of(ready["pid"])
+        client = await ts.connect(ready["address"], timeout=10)
+        process.kill()
+        await until(lambda: not is_there(ready["pid"]) and not is_there(keeper), 20)
+        assert not Path(ready["address"].removeprefix("unix:")).parent.exists()
+        with pytest.raises(ts.StoreClosedError):
+            await client.put("k", 1)
+        await ts.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(("--strategy", "nonsense"), "plugin"), (("--spill", "/proc/nowhere"), "configuration")],
+)
+def test_why_it_cannot_start(arguments: tuple[str, ...], code: str) -> None:
+    done = subprocess.run(
+        [SCRIPT, "serve", "--keeper", "--json", *arguments],
+        env=QUIET,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["error"] == code
+
+
+@pytest.mark.soak
+async def test_a_server_that_dies_again_and_again_is_given_up(tmp_path: Path) -> None:
+    directory = tmp_path / "sockets"
+    with serving("--directory", str(directory)) as (process, ready):
+        keeper = parent_of(ready["pid"])
+        while process.poll() is None:
+            for pid in _children(keeper):
+                with contextlib.suppress(ProcessLookupError):  # it ends while this looks
+                    os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(0.005)
+        assert process.returncode == 1
+        assert process.stdout is not None
+        assert "given up" in json.loads(process.stdout.read())["message"]
+    assert not directory.exists()
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+    except FileNotFoundError:
+        return []
