@@ -15,6 +15,7 @@ import msgspec
 
 from torchstore_cli.reports import Serving
 from torchstore_core.errors import ConfigurationError, StoreClosedError, from_wire
+from torchstore_core.machine.directories import PrivateDirectory
 from torchstore_core.server.__main__ import run
 from torchstore_core.server.keeping.link import KEEPER
 from torchstore_core.server.memory.volume import default_capacity
@@ -147,6 +148,7 @@ def _directory(name: str | None) -> Iterator[None]:
         yield
     finally:
         control.unlink(missing_ok=True)
+        PrivateDirectory(name).remove_dead()  # of a server that was killed
         if made and not any(path.iterdir()):
             path.rmdir()
 
