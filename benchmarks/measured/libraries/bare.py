@@ -1,5 +1,9 @@
 """Bare libraries: what NIXL, gloo and torchcomms move between two processes without a store.
 
+A library alone can be used in several ways, and which of them is the fastest depends on the
+machine. So each is a floor of its own (:data:`FORMS`), and a store is compared with all of them.
+They have what the transports have: memory that was registered once, before anything is measured.
+
 ``python bare.py LIBRARY FOLDER NBYTES ...`` is the other end: a process with warm memory of as many
 bytes, as the server of a store is. The two meet through files in the folder. The other end does
 what a line on its standard input says.
@@ -17,6 +21,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +33,13 @@ _ADDRESS = "127.0.0.1"
 _TIMEOUT = timedelta(seconds=60)
 # All addresses: UCX looks them up when bytes move, so that registering memory costs nothing.
 _EVERYTHING = 1 << 16, (1 << 48) - (1 << 17)
+# Of the transfers of NIXL that are not one: how many bytes, and how many are under way.
+_PART, _PARTS = 64 << 20, 2
+
+WHOLE, EACH = "one message of all bytes", f"a message for each tensor, {WINDOW} under way"
+ONE, PARTS = "one transfer of all tensors", f"transfers of {_PART >> 20} MiB, {_PARTS} under way"
+#: The ways in which each library is used.
+FORMS = {"nixl": (ONE, PARTS), "gloo": (EACH, WHOLE), "torchcomms": (EACH, WHOLE)}
 
 
 def memory(nbytes: int) -> torch.Tensor:
@@ -140,6 +152,7 @@ class Bare:
         self._folder = tempfile.TemporaryDirectory(prefix="torchstore-bench-")
         self._tensors = [tensor.view(torch.uint8).view(-1) for tensor in tensors]
         sizes = [tensor.nbytes for tensor in self._tensors]
+        self.forms = FORMS[library]
         command = [sys.executable, __file__, library, self._folder.name, *map(str, sizes)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -148,14 +161,16 @@ class Bare:
         address = int(self._heard())
         if self._pair is None:
             self._meet(address, sizes)
+        else:
+            self._whole = memory(sum(sizes))
 
-    def put(self) -> None:
-        """Move all tensors there."""
-        self._move(write=True)
+    def put(self, form: str) -> None:
+        """Move all bytes there."""
+        self._move(form, write=True)
 
-    def get(self) -> None:
-        """Move all tensors here."""
-        self._move(write=False)
+    def get(self, form: str) -> None:
+        """Move all bytes here."""
+        self._move(form, write=False)
 
     def close(self) -> None:
         """End the other end, and this one."""
@@ -172,23 +187,43 @@ class Bare:
             here.append((tensor.data_ptr(), size, 0))
             there.append((address, size, 0))
             address += size
-        self._lists = agent.get_xfer_descs(here, "DRAM"), agent.get_xfer_descs(there, "DRAM")
+        numbers = [at // _PART for at in accumulate(sizes, initial=0)]
+        cuts = [0, *(at for at in range(1, len(sizes)) if numbers[at] != numbers[at - 1])]
 
-    def _move(self, *, write: bool) -> None:
-        self._say("take" if write else "give")
+        def lists(begin: int, end: int | None) -> tuple[Any, Any]:
+            agent = self._agent.agent if self._agent else None
+            return tuple(agent.get_xfer_descs(one[begin:end], "DRAM") for one in (here, there))
+
+        self._lists = {
+            ONE: [lists(0, None)],
+            PARTS: [lists(*ends) for ends in zip_longest(cuts, cuts[1:])],
+        }
+
+    def _move(self, form: str, *, write: bool) -> None:
+        way = "take" if write else "give"
         if self._pair is not None:
-            self._pair.move(self._tensors, send=write)
+            self._say(f"{way} whole" if form == WHOLE else way)
+            self._pair.move([self._whole] if form == WHOLE else self._tensors, send=write)
             return
+        self._say(way)
         agent: Any = self._agent and self._agent.agent
-        way = "WRITE" if write else "READ"
-        handle = agent.initialize_xfer(way, *self._lists, self._peer)
-        state = agent.transfer(handle)
+        pending: deque[Any] = deque()
+        for lists in self._lists[form]:
+            handle = agent.initialize_xfer("WRITE" if write else "READ", *lists, self._peer)
+            pending.append((handle, agent.transfer(handle)))
+            if len(pending) >= _PARTS:
+                self._finish(agent, *pending.popleft())
+        while pending:
+            self._finish(agent, *pending.popleft())
+        self._say("done")
+
+    @staticmethod
+    def _finish(agent: Any, handle: Any, state: str) -> None:
         while state == "PROC":
             state = agent.check_xfer_state(handle)
         if state != "DONE":
             raise RuntimeError(f"NIXL says {state}")
         agent.release_xfer_handle(handle)
-        self._say("done")
 
     def _say(self, what: str) -> None:
         if self._process.stdin is not None:
@@ -213,16 +248,28 @@ def serve(library: str, folder: str, sizes: Sequence[int]) -> None:
         pair = _PAIRS[library](0, folder)
         print(whole.data_ptr(), file=said)
         for line in sys.stdin:
-            pair.move(parts, send=line.strip() == "give")
+            way, *form = line.split()
+            pair.move([whole] if form else parts, send=way == "give")
         return
     agent = Agent("there").agent
     Path(folder, "metadata").write_bytes(agent.get_agent_metadata())
     print(whole.data_ptr(), file=said)
+    both = True  # until they are connected
     while line := sys.stdin.readline():
-        # Over TCP a transfer needs both ends; this one does nothing else until it is done.
-        while line.strip() != "done" and not select.select([sys.stdin], [], [], 0)[0]:
+        # Over TCP a transfer needs both ends; this one does nothing else until it is done. Without
+        # it UCX copies in the call of the other end, which this one would only take time from.
+        while both and line.strip() != "done" and not _readable():
             for _ in range(100):
                 agent.get_new_notifs()
+        both = _needs_both() or (both and line.strip() != "done")
+
+
+def _needs_both() -> bool:
+    return "tcp" in os.environ.get("UCX_TLS", "")
+
+
+def _readable() -> bool:
+    return bool(select.select([sys.stdin], [], [], 0)[0])
 
 
 if __name__ == "__main__":

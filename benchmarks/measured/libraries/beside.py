@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +45,9 @@ class BesideLibrary:
         return {"address": client.address, "server_pid": server_pid}
 
     def round(self, stamp: int, turn: int) -> dict[str, Any]:
-        """A put and a get of the set, and each of them by the library; what came is compared."""
+        """A put and a get of the set, and each of them in all ways by the library; what came is
+        compared.
+        """
         if self._bare is None:
             raise TransportError("nothing is open")
         bare = self._bare
@@ -57,13 +60,17 @@ class BesideLibrary:
             self._clear()
             return float(self._run(timed(ts.get_batch(self._target, timeout=120)))[0])
 
-        def bare_get() -> float:
+        def bare_get(form: str) -> float:
             self._clear()
-            return timed_call(bare.get)
+            return timed_call(partial(bare.get, form))
 
-        puts = {"put": put, "bare put": lambda: timed_call(bare.put)}
+        puts = {"put": put}
+        gets = {"get": get}
+        for form in bare.forms:
+            puts[f"bare put, {form}"] = partial(timed_call, partial(bare.put, form))
+            gets[f"bare get, {form}"] = partial(bare_get, form)
         times = floors.interleave(puts, turn)
-        times |= floors.interleave({"get": get, "bare get": bare_get}, turn)
+        times |= floors.interleave(gets, turn)
         get()
         wrong = [
             name
