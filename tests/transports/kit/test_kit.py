@@ -50,6 +50,10 @@ def half(name: str) -> str:
     return f"{BROKEN}.halves:plugin_{name}"
 
 
+def lasting(name: str) -> str:
+    return f"{BROKEN}.lasting:plugin_{name}"
+
+
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
     yield
@@ -129,6 +133,19 @@ def _clean() -> Iterator[None]:
         (ending("Mappings"), LEAKS, "mapped files of this process"),
         (ending("Children"), LEAKS, "child processes"),
         (half("Hoarding"), LEAKS, "descriptors of the server half"),
+        (
+            lasting("Keeper"),
+            "test_memory_does_not_grow_with_transfers",
+            "MiB in this process, each",
+        ),
+        (lasting("Recording"), "test_memory_does_not_grow_with_handshakes", "in the server half"),
+        (lasting("Mourning"), "test_memory_does_not_grow_with_clients", "MiB in the server half"),
+        (
+            lasting("Caching"),
+            "test_a_read_is_of_what_is_there_now",
+            "did not see what the owner of the memory had written",
+        ),
+        (lasting("Blocking"), "test_the_event_loop_goes_on", "a write of 64 MiB took .* not block"),
         (half("Keeping"), "test_nothing_is_registered_after_the_last_client", "is 268435456 aft"),
         (half("Anew"), "test_a_client_may_begin_anew_after_disconnect", "that client has left"),
         (half("Local"), "test_two_network_namespaces", "write from another host: .*nobody is"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import secrets
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from torchstore_core.contracts.transport import (
 from torchstore_core.errors import TransportError, TransportUnavailableError
 from torchstore_core.machine.virtual_memory import map_shared, unmap
 
+# Bytes after which other tasks of the event loop have a turn: about a millisecond.
+_PIECE = 4 << 20
 # The segments that this process serves: token -> segment id -> (address, nbytes).
 _served: dict[bytes, dict[int, tuple[int, int]]] = {}
 
@@ -50,15 +53,27 @@ class InProcessLink(Link):
         return cls(offer)
 
     async def write(self, copies: Sequence[Copy]) -> None:
-        for copy in copies:
-            ctypes.memmove(self._at(copy), copy.address, copy.nbytes)
+        await self._move(copies, write=True)
 
     async def read(self, copies: Sequence[Copy]) -> None:
-        for copy in copies:
-            ctypes.memmove(copy.address, self._at(copy), copy.nbytes)
+        await self._move(copies, write=False)
 
     def close(self) -> None:
         self._token = b""
+
+    async def _move(self, copies: Sequence[Copy], *, write: bool) -> None:
+        moved = 0
+        for copy in copies:
+            self._at(copy)  # a copy of no bytes is checked, too
+            for at in range(0, copy.nbytes, _PIECE):
+                # Looked up each time: meanwhile the volume may have been closed.
+                here, there = copy.address + at, self._at(copy) + at
+                nbytes = min(_PIECE, copy.nbytes - at)
+                ctypes.memmove(*((there, here) if write else (here, there)), nbytes)
+                moved += nbytes
+                if moved >= _PIECE:
+                    moved = 0
+                    await asyncio.sleep(0)
 
     def _at(self, copy: Copy) -> int:
         """Return the address in the segment, after checking the range."""

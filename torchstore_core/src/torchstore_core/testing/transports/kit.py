@@ -6,6 +6,7 @@ from torchstore_core.testing.transports.abilities import AbilityTests
 from torchstore_core.testing.transports.closing import ClosingTests
 from torchstore_core.testing.transports.descriptor import DescriptorTests
 from torchstore_core.testing.transports.in_store import StoreTests
+from torchstore_core.testing.transports.lasting import LastingTests
 from torchstore_core.testing.transports.moving import MovingTests
 from torchstore_core.testing.transports.refusing import RefusingTests
 from torchstore_core.testing.transports.stopping import StoppingTests
@@ -20,6 +21,7 @@ class TransportTests(
     RefusingTests,
     StoppingTests,
     ClosingTests,
+    LastingTests,
     StoreTests,
 ):
     """Subclass this in a test module of your package, under a name that pytest collects::

@@ -24,6 +24,7 @@ from torchstore_core.machine.topology import Topology
 from torchstore_core.plugins.registry import Registry, load_class
 from torchstore_core.server.memory.volume import Volume
 from torchstore_core.server.serving.listening import Listener
+from torchstore_core.testing.transports.ends.memory import give_back
 from torchstore_core.wire.framing import HEADER, FrameReader
 
 __all__ = [
@@ -216,6 +217,8 @@ class Hosting:
                 await self.volume.disconnect(ask.peer)
             case "registered":
                 return Answer(ask.id, number=self.volume.memory.registered())
+            case "trim":
+                give_back()
             case "close":
                 await self.volume.close()
         return Answer(ask.id)

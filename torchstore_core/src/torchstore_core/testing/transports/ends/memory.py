@@ -1,13 +1,15 @@
-"""Local memory for transfers, and bytes to fill it with."""
+"""Local memory for transfers, bytes to fill it with, and what a process gives back."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 import random
 
 from torchstore_core.contracts.transport import Copy
 
-__all__ = ["Memory", "pattern"]
+__all__ = ["Memory", "give_back", "pattern"]
 
 _GUARD = 64
 _POISON = b"\xa5"
@@ -18,6 +20,13 @@ def pattern(seed: int, nbytes: int) -> bytes:
     """Return bytes that depend on the seed, and that differ from place to place."""
     block = random.Random(seed).randbytes(min(nbytes, _BLOCK))  # noqa: S311
     return (block * (nbytes // _BLOCK + 1))[:nbytes]
+
+
+def give_back() -> None:
+    """Have this process give free memory back to the system: what it has then is what it uses."""
+    gc.collect()
+    with contextlib.suppress(AttributeError):  # not every C library can
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class Memory:

@@ -11,7 +11,7 @@ import socket
 import msgspec
 
 from torchstore_core.contracts.transport import Link, LinkContext, TransportSpec
-from torchstore_core.errors import TransportUnavailableError, from_wire
+from torchstore_core.errors import TransportError, TransportUnavailableError, from_wire
 from torchstore_core.machine import topology
 from torchstore_core.plugins.registry import load_class
 from torchstore_core.testing.transports.ends.host import MAX_FRAME, Answer, Ask, Plugin, frame
@@ -156,6 +156,11 @@ class Session:
     async def registered(self) -> int:
         """Return the ``registered()`` of the server half."""
         return (await self._ask("registered")).number
+
+    async def give_back(self) -> None:
+        """Have the process that hosts the volume give free memory back, if it can be asked."""
+        with contextlib.suppress(TransportError):
+            await self._ask("trim")
 
     async def close_volume(self) -> None:
         """Close the volume, and with it the server half."""
