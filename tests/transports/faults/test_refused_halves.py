@@ -57,6 +57,19 @@ async def test_addresses_of_no_host(
         await volume.start()
 
 
+async def test_without_transports_that_listen_no_address_matters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHSTORE_BIND", "0.0.0.0")
+    listening = [spec.name for spec in Registry().transports() if spec.listens]
+    assert "tcp" in listening
+    volume = Volume("s", 0, MB, Registry(block=listening), str(tmp_path))
+    info = await volume.start()
+    await volume.close()
+    assert "shm" in info.offers
+    assert not set(info.offers) & set(listening)
+
+
 async def test_an_address_of_another_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -42,4 +42,5 @@ def torchstore_transport() -> TransportSpec:
         server="torchstore_gloo.server:GlooServer",
         probe=_probe,
         isolated=True,
+        listens=True,
     )

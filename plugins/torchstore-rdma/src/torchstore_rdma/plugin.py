@@ -88,4 +88,5 @@ def torchstore_transport() -> TransportSpec:
         probe=_probe,
         isolated=True,
         offer=_offer,
+        listens=True,
     )

@@ -51,4 +51,5 @@ def torchstore_transport() -> TransportSpec:
         server="torchstore_torchcomms.server:TorchCommsServer",
         probe=_probe,
         isolated=True,
+        listens=True,
     )

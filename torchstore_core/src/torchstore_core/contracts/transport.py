@@ -131,6 +131,9 @@ class TransportSpec(msgspec.Struct, frozen=True):
         loop_bound: the link belongs to the event loop that connected it (sockets on asyncio).
             Since not every loop is closed explicitly, such a link must not refer to its loop
             between transfers, and must close its resources when both are garbage-collected.
+        listens: the server half listens at addresses of its host, those of ``TORCHSTORE_BIND`` if
+            that is set: a volume that serves it does not start if the variable names what is no
+            address of a host.
     """
 
     name: str
@@ -143,6 +146,7 @@ class TransportSpec(msgspec.Struct, frozen=True):
     isolated: bool = False
     offer: Callable[[], bytes] | None = None
     loop_bound: bool = False
+    listens: bool = False
 
 
 class Segment(NamedTuple):

@@ -51,4 +51,5 @@ def torchstore_transport() -> TransportSpec:
         bid=_bid,
         client="torchstore_transports.tcp.link:TcpLink",
         server="torchstore_transports.tcp.server:TcpServer",
+        listens=True,
     )

@@ -64,4 +64,5 @@ def torchstore_transport() -> TransportSpec:
         server="torchstore_torchcomms.rdma.server:RdmaServer",
         probe=_probe,
         isolated=True,
+        listens=True,
     )

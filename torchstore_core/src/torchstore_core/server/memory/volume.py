@@ -79,13 +79,16 @@ class Volume:
         what clients need to know about the volume.
 
         Raises:
-            ConfigurationError: ``TORCHSTORE_BIND`` names what is no address of a host.
+            ConfigurationError: ``TORCHSTORE_BIND`` names what is no address of a host, and there is
+                a transport that listens there.
         """
-        self._check_addresses()
+        transports = self._registry.transports()
+        if any(spec.listens and spec.server is not None for spec in transports):
+            self._check_addresses()
         offers: dict[str, bytes] = {}
         refused: dict[str, str] = {}
         segment = Segment(0, self.memory.fd, self.capacity)
-        for spec in self._registry.transports():
+        for spec in transports:
             if spec.server is None:
                 continue
             try:

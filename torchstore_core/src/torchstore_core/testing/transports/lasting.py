@@ -187,9 +187,9 @@ async def _must_go_on(
         gaps: list[float] = []
         beating = asyncio.ensure_future(_beat(gaps))
         await asyncio.sleep(0)
-        began = time.perf_counter()
+        began = _clock()
         await move([copy])
-        took = time.perf_counter() - began
+        took = _clock() - began
         await asyncio.sleep(0)  # a gap at the end shows only in the next beat
         await asyncio.sleep(2 * _BEAT_S)
         beating.cancel()
@@ -204,21 +204,19 @@ async def _must_go_on(
 
 
 async def _beat(gaps: list[float]) -> None:
-    """Note how long the loop's thread did not come back each time, without what it had to wait for
-    a processor: that is the machine's fault.
-    """
-    last = time.perf_counter() - _waited_s()
+    """Note how long the event loop did not come back, each time."""
+    last = _clock()
     while True:
         await asyncio.sleep(_BEAT_S)
-        now = time.perf_counter() - _waited_s()
+        now = _clock()
         gaps.append(now - last)
         last = now
 
 
-def _waited_s() -> float:
-    """For how long this thread could have run, and no processor was free; 0 if nobody counts."""
+def _clock() -> float:
+    """Seconds, which stop while this thread waits for a processor: that is the machine's fault."""
     try:
         counts = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()
-    except OSError:
-        return 0.0
-    return int(counts[1]) / 1e9
+    except OSError:  # nobody counts
+        return time.perf_counter()
+    return time.perf_counter() - int(counts[1]) / 1e9
