@@ -73,6 +73,7 @@ SCENARIOS: dict[str, Callable[[Bench], list[Metric]]] = {
     "small": overheads.small,
     "batch": overheads.batch,
     "keys": overheads.keys,
+    "restart": overheads.restart,
     "import": overheads.imports,
     "start": overheads.start,
     "flat": overheads.flat,

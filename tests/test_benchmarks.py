@@ -288,3 +288,15 @@ async def test_a_set_that_does_not_fit_is_refused_before_anything_starts(tmp_pat
     assert status == 2
     assert "needs" in out
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.soak
+async def test_the_pause_of_a_restart_is_measured_and_what_comes_back_is_verified(
+    tmp_path: Path,
+) -> None:
+    done = _run(tmp_path, "--quick", "--gb", "0.004", "--repeat", "2", "--only", "restart")
+    _, metrics = _report(done, tmp_path, ["restart"])
+    for count in ("1,000", "10,000"):
+        pause = metrics[f"pause when the server of {count} keys is killed"]
+        assert pause["target"] == 1000
+        assert min(pause["values"]) > 10  # a process was started, and it has read its log

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import statistics
 import time
 from collections.abc import Callable
@@ -27,13 +29,14 @@ class ManyKeys:
         self._run = run
         self._server = 0
 
-    def open(self, keys: int, listed: int) -> dict[str, Any]:
-        """Start a store and put ``keys`` values of 16 bytes, each under a key of its own, and
-        ``listed`` more below one prefix; the memory of the server for each of the former.
+    def open(self, keys: int, listed: int, *, keeper: bool = False) -> dict[str, Any]:
+        """Start a store, maybe with a keeper, and put ``keys`` values of 16 bytes, each under a key
+        of its own, and ``listed`` more below one prefix; the memory of the server for each of the
+        former.
         """
 
         async def fill() -> tuple[ts.Client, int, float]:
-            client = await ts.initialize(capacity=1 << 30, prefault=0)
+            client = await ts.initialize(capacity=1 << 30, prefault=0, keeper=keeper)
             server = (await client.status()).controller_pid
             value = torch.ones(4)
             await client.put_batch({f"listed/{at}": value for at in range(listed)})
@@ -48,6 +51,27 @@ class ManyKeys:
 
         client, self._server, each = self._run(fill())
         return {"address": client.address, "server_pid": self._server, "bytes": each}
+
+    def killed(self) -> dict[str, Any]:
+        """Kill the server, whose keeper starts it again: the seconds until the next get is
+        answered, and what is wrong then.
+        """
+
+        async def kill() -> dict[str, Any]:
+            before = await ts.put(_PROBE, torch.ones(256))
+            count = (await ts.status()).keys
+            os.kill((await ts.status()).controller_pid, signal.SIGKILL)
+            begun = time.perf_counter()
+            got = await ts.get(_PROBE)
+            seconds = time.perf_counter() - begun
+            wrong = [] if torch.equal(got, torch.ones(256)) else ["the value"]
+            if (await ts.put(_PROBE, got)).version != before.version + 1:
+                wrong.append("the version")
+            if (await ts.status()).keys != count:
+                wrong.append("the number of keys")
+            return {"seconds": seconds, "wrong": wrong}
+
+        return self._run(kill())  # type: ignore[no-any-return]
 
     def one_by_one(self, count: int) -> dict[str, float]:
         """Seconds of the median put and get of one small value, and of ``keys`` of a prefix; with

@@ -1,4 +1,4 @@
-"""Scenarios: costs that do not depend on bytes: small values, batches, imports, starts, leaks."""
+"""Scenarios: costs that do not depend on bytes: small values, batches, starts, restarts, leaks."""
 
 from __future__ import annotations
 
@@ -156,6 +156,27 @@ def keys(bench: Bench) -> list[Metric]:
         Metric(f"keys(prefix), {_LISTED} {many}", "keys", "ms", listed, 1.0),
         Metric(f"server memory a key, store {many}", "keys", "B", each, 600.0),
     ]
+
+
+def restart(bench: Bench) -> list[Metric]:
+    """The pause that a client sees when the server is killed, and its keeper starts it again."""
+    sizes = {1_000: 1.0, 10_000: 1.0} if bench.quick else {10_000: 1.0, 1_000_000: 3.0}
+    metrics: list[Metric] = []
+    for count, target in sizes.items():
+        worker = bench.workers.get(f"{count} keys kept")
+        bench.progress(0, 1 + bench.repeat, f"{count:,} keys")
+        opened = worker.call("keys.open", 300, keys=count, listed=0, keeper=True)
+        bench.workers.opened(opened)
+        seconds: list[float] = []
+        for turn in range(bench.repeat):
+            bench.progress(1 + turn, 1 + bench.repeat, f"kill the server of {count:,} keys")
+            got = worker.call("keys.killed")
+            bench.check(got, f"restart, {count:,} keys, round {turn}")
+            seconds.append(got["seconds"] * 1e3)
+        worker.call("store.close")
+        name = f"pause when the server of {count:,} keys is killed"
+        metrics.append(Metric(name, "restart", "ms", seconds, target * 1e3))
+    return metrics
 
 
 _IMPORT = """
