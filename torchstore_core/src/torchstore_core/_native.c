@@ -330,6 +330,9 @@ typedef struct {
     PyObject *is_neg, *storage_offset, *untyped_storage, *storage_nbytes;
 } Methods;
 
+/* The string "dtype"; made once, because looking up a new one would take longer than the rest. */
+static PyObject *dtype_attribute;
+
 /* The number that a method without arguments returns, or -1 if it raises: all the numbers that are
  * queried here are at least 0. */
 static int64_t number_of(PyObject *method, PyObject *object) {
@@ -365,7 +368,7 @@ static int64_t plain_bytes(const ExchangeAPI *api, const Methods *methods, PyObj
         *dtype = code * 256 + seen->dtype.bits; /* less than any address */
     } else {
         /* It must come from torch: in DLPack, int1 to int7 are int8, and others may be alike. */
-        PyObject *own = PyObject_GetAttrString(tensor, "dtype");
+        PyObject *own = PyObject_GetAttr(tensor, dtype_attribute);
         if (own == NULL) return -1;
         *dtype = (int64_t)(intptr_t)own; /* there is one immortal object per dtype */
         Py_DECREF(own);
@@ -569,4 +572,7 @@ static PyMethodDef methods[] = {
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "torchstore_core._native",
                                     "Copies and looks.", -1, methods, NULL, NULL, NULL, NULL};
 
-PyMODINIT_FUNC PyInit__native(void) { return PyModule_Create(&module); }
+PyMODINIT_FUNC PyInit__native(void) {
+    dtype_attribute = PyUnicode_InternFromString("dtype");
+    return dtype_attribute == NULL ? NULL : PyModule_Create(&module);
+}

@@ -8,7 +8,7 @@ __all__ = ["ObjectMeta", "ObjectRef", "Request", "StateDictMeta", "TensorMeta", 
 __all__ += ["ValueMeta"]
 
 
-class ObjectRef(msgspec.Struct, frozen=True, array_like=True, eq=False):
+class ObjectRef(msgspec.Struct, frozen=True, array_like=True, eq=False, gc=False):
     """A reference to exactly one version of one key.
 
     The versions of a key are increasing integers. A number is never used again for the same key,

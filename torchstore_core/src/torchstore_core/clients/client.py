@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchstore_core.clients.calls.arguments import check_key, check_version
@@ -127,7 +127,7 @@ class Client(VolumeOperations):
                     key, value, version, clock, allow_pickle, rewind, when_full
                 )
             return (
-                await self._put(((key, value),), version, clock, allow_pickle, rewind, when_full)
+                await self._put((key,), (value,), version, clock, allow_pickle, rewind, when_full)
             )[0]
 
     async def put_object(
@@ -202,28 +202,30 @@ class Client(VolumeOperations):
             if not items:
                 return {}
             clock.key = next(iter(items))
-            refs = await self._put(items.items(), version, clock, allow_pickle, rewind, when_full)
-            return dict(zip(items, refs, strict=True))
+            keys, values = list(items), list(items.values())
+            refs = await self._put(keys, values, version, clock, allow_pickle, rewind, when_full)
+            return dict(zip(keys, refs, strict=True))
 
     async def _put(
         self,
-        items: Collection[tuple[str, Any]],
+        keys: Sequence[str],
+        values: Sequence[Any],
         version: int | None,
         clock: Clock,
         allow_pickle: bool | None,
         rewind: bool,
         when_full: str | None,
     ) -> list[ObjectRef]:
-        """Put the items; returns their refs, in order."""
+        """Put values under these keys; returns their refs, in order."""
         pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
         clock.version = exact = check_version(version, rewind=rewind)
         code = 0 if when_full is None else when_full_code(when_full)
         sources: Sequence[Source] | TensorColumns | None = None
         counts: list[int] | None = None
-        if len(items) >= FEWEST:
-            sources = tensor_columns(*zip(*items, strict=True))
+        if len(keys) >= FEWEST:
+            sources = tensor_columns(keys, values)
         if sources is None:
-            sources, counts = prepare_all(items, allow_pickle=pickle_too)
+            sources, counts = prepare_all(keys, values, allow_pickle=pickle_too)
         refs: list[ObjectRef] = []
         if sources:
             nbytes = total(sources)
@@ -250,7 +252,7 @@ class Client(VolumeOperations):
             shards = [[next(each) for _ in range(count)] for count in counts]
             refs = [
                 max(found, key=lambda ref: ref.version, default=ObjectRef(key, 0))
-                for (key, _), found in zip(items, shards, strict=True)
+                for key, found in zip(keys, shards, strict=True)
             ]
         clock.version = refs[0].version
         if self._joined.renewed is not None:

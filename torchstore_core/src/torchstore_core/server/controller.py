@@ -755,10 +755,11 @@ class Controller:
                 offsets, sizes = ranges.setdefault(last, ([], []))
             offsets.append(value.offset)
             sizes.append(value.nbytes)
-            for index, offset in value.more:
-                more = ranges.setdefault(index, ([], []))
-                more[0].append(offset)
-                more[1].append(value.nbytes)
+            if value.more:
+                for index, offset in value.more:
+                    more = ranges.setdefault(index, ([], []))
+                    more[0].append(offset)
+                    more[1].append(value.nbytes)
         for index, freed in ranges.items():
             if not self.volumes[index].lost:
                 self.volumes[index].allocator.free_all(*freed)

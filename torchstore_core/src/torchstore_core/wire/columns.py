@@ -27,7 +27,7 @@ __all__ = [
     "Kind",
     "in_a_row",
 ]
-__all__ += ["kinds_of", "pack", "spread", "unpack"]
+__all__ += ["kinds_of", "pack", "rounded_sum", "spread", "unpack"]
 
 #: Every value in a segment starts at a multiple of this: one cache line, enough for any dtype.
 ALIGNMENT = 64
@@ -119,10 +119,10 @@ def kinds_of(metas: Sequence[TensorMeta], sizes: Sequence[int]) -> tuple[list[Ki
     >>> [kind.nbytes for kind in kinds], list(of)
     ([4, 2], [0, 1, 0])
     """
+    if metas and _are_equal(metas) and _are_equal(sizes):
+        return [Kind(metas[0], sizes[0])], b""
     ids = list(map(id, metas))
     described = dict(zip(ids, metas, strict=True))
-    if len(described) == 1:
-        return [Kind(metas[0], sizes[0])], b""
     nbytes = dict(zip(ids, sizes, strict=True))
     kinds: dict[Kind, int] = {}
     index: dict[int, int] = {}
@@ -186,8 +186,29 @@ def in_a_row(start: int, sizes: Sequence[int]) -> list[int]:
     >>> in_a_row(128, [100, 1, 64])
     [128, 256, 320]
     """
+    if sizes and sizes[0] and _are_equal(sizes):
+        step = (sizes[0] + ALIGNMENT - 1) & -ALIGNMENT
+        return list(range(start, start + step * len(sizes), step))
     steps = [(size + ALIGNMENT - 1) & -ALIGNMENT for size in sizes]
     return list(accumulate(steps[:-1], initial=start))
+
+
+def rounded_sum(sizes: Sequence[int]) -> int:
+    """The bytes that values of these sizes take up in a segment.
+
+    >>> rounded_sum([100, 1, 64])
+    256
+    """
+    if sizes and _are_equal(sizes):
+        return ((sizes[0] + ALIGNMENT - 1) & -ALIGNMENT) * len(sizes)
+    return sum([(size + ALIGNMENT - 1) & -ALIGNMENT for size in sizes])
+
+
+def _are_equal(column: Sequence[T]) -> bool:
+    """Whether all items of a column, which is not empty, are equal. This is common, and much faster
+    to find out than to compute something for each of them.
+    """
+    return column[0] == column[-1] and column.count(column[0]) == len(column)
 
 
 def spread(column: Sequence[T], of: Sequence[int]) -> list[T]:

@@ -5,9 +5,15 @@ lost its memory when its server ended. Torch-free.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING
 
-from torchstore_core.errors import ConfigurationError, UnsupportedValueError, VersionGoneError
+from torchstore_core.errors import (
+    ConfigurationError,
+    ProtocolError,
+    UnsupportedValueError,
+    VersionGoneError,
+)
 from torchstore_core.values import ObjectRef
 from torchstore_core.wire import messages as m
 
@@ -106,4 +112,8 @@ def refs_of(keys: Sequence[str], reply: m.Committed, incarnation: int) -> list[O
     if type(reply) is m.CommittedIn:
         every = zip(keys, reply.versions, reply.timelines, strict=True)
         return [ObjectRef(key, v, incarnation, timeline) for key, v, timeline in every]
-    return [ObjectRef(key, v, incarnation) for key, v in zip(keys, reply.versions, strict=True)]
+    if len(keys) != len(reply.versions):
+        raise ProtocolError(
+            f"{len(keys)} keys were put, the server sent {len(reply.versions)} versions"
+        )
+    return list(map(ObjectRef, keys, reply.versions, repeat(incarnation)))

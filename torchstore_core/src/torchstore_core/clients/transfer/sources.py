@@ -118,14 +118,14 @@ def plain_source(
 
 
 def prepare_all(
-    items: Collection[tuple[str, Any]], *, allow_pickle: bool
+    keys: Iterable[str], values: Collection[Any], *, allow_pickle: bool
 ) -> tuple[list[Source], list[int] | None]:
     """:func:`prepare` for many values: all sources, and their number per value (None: one each)."""
     sources: list[Source] = []
     counts: list[int] = []
     one_each = True
-    looked = look([value for _, value in items], memory=False) if len(items) >= MANY else None
-    for at, (key, value) in enumerate(items):
+    looked = look(list(values), memory=False) if len(values) >= MANY else None
+    for at, (key, value) in enumerate(zip(keys, values, strict=True)):
         if looked is not None and (meta := looked.metas[at]) is not None:
             sources.append(plain_source(check_key(key), meta, looked.sizes[at], value))
             counts.append(1)

@@ -229,17 +229,17 @@ class Catalog:
             if histories and key in histories:
                 freed += self._replace(key, value, self._next_version(key))
                 continue
-            if old is None:
+            if type(old) is Value:  # the usual case
+                value.version = old.version + 1
+                old.uses -= 1
+                if not (old.uses or old.pins):
+                    freed.append(old)
+            elif old is None:
                 value.version = self._deleted.pop(key, self._version_floor) + 1
                 fresh.append(key)
             else:
                 value.version = old.version + 1
-                if type(old) is Value:  # the usual case
-                    old.uses -= 1
-                    if not (old.uses or old.pins):
-                        freed.append(old)
-                else:
-                    freed += release(all_values(old))
+                freed += release(all_values(old))
             newest[key] = value
         if fresh:
             self.names.add(fresh)

@@ -17,6 +17,7 @@ from torchstore_core.server.memory.shortage import all_lost_error
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
+from torchstore_core.wire.columns import rounded_sum
 
 __all__ = ["Run", "checked_items", "find_place", "sizes_of", "values_in_runs"]
 
@@ -53,7 +54,7 @@ def sizes_of(items: Sequence[m.PutItem]) -> tuple[int, int, list[int]]:
         sizes = [item.nbytes for item in items if item.data is None]
     if len(sizes) < len(items):
         inline = sum([item.nbytes for item in items if item.data is not None])
-    placed = sum([(size + ALIGNMENT - 1) & -ALIGNMENT for size in sizes])
+    placed = rounded_sum(sizes)
     _check_total(placed)
     return placed, inline, sizes
 

@@ -125,5 +125,6 @@ def new_tensors(metas: Sequence[TensorMeta]) -> list[torch.Tensor]:
 def _check_room(offsets: Sequence[int], sizes: Sequence[int], room: int | None, of: int) -> None:
     if room is None or not offsets:
         return
-    if min(offsets) < 0 or max(map(add, offsets, sizes)) > room:
+    within = max(offsets) + max(sizes) <= room or max(map(add, offsets, sizes)) <= room
+    if min(offsets) < 0 or not within:
         raise TransportError(f"values would lie outside segment {of}")
