@@ -9,7 +9,7 @@ import pytest
 
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.catalog import Catalog
-from torchstore_core.server.index.generations import Generation
+from torchstore_core.server.index.collective.generations import Generation
 from torchstore_core.server.index.gone.evictions import Evictions
 from torchstore_core.server.index.records import Manifest, SessionRecord, Txn, Value
 from torchstore_core.server.index.references.holds import Holds

@@ -25,7 +25,7 @@ from torchstore_core.errors import (
 from torchstore_core.machine.topology import Topology
 from torchstore_core.reports.bandwidths import DEFAULT_BANDWIDTH
 from torchstore_core.server.index.catalog import Catalog
-from torchstore_core.server.index.collective_puts import CollectivePut
+from torchstore_core.server.index.collective.puts import CollectivePut
 from torchstore_core.server.index.items import (
     PutItems,
     grants_of,

@@ -13,6 +13,8 @@ import msgspec
 from torchstore_core import moments
 from torchstore_core.errors import KeyNotFoundError, VersionGoneError
 from torchstore_core.reports.stat import Pending
+from torchstore_core.server.index.collective.generations import Generation
+from torchstore_core.server.index.collective.participants import Contribution, PutSequence
 from torchstore_core.server.index.errors import (
     entry_error,
     fenced_error,
@@ -24,11 +26,9 @@ from torchstore_core.server.index.errors import (
     used_error,
     version_lost_error,
 )
-from torchstore_core.server.index.generations import Generation
 from torchstore_core.server.index.gone.evictions import Evictions
 from torchstore_core.server.index.key_history import KeyHistory, PutTarget
 from torchstore_core.server.index.key_names import KeyNames, splits
-from torchstore_core.server.index.participants import Contribution, PutSequence
 from torchstore_core.server.index.records import (
     Change,
     HeldVersion,

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from torchstore_core.errors import ConfigurationError, VersionGoneError
-from torchstore_core.server.index.generations import Generation
-from torchstore_core.server.index.participants import Contribution, PutSequence
+from torchstore_core.server.index.collective.generations import Generation
+from torchstore_core.server.index.collective.participants import Contribution, PutSequence
 from torchstore_core.server.index.records import SessionRecord, Stored, Value, all_values, release
 
 if TYPE_CHECKING:

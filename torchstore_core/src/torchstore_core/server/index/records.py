@@ -17,8 +17,8 @@ from torchstore_core.values import StateDictMeta, TensorMeta, ValueMeta
 from torchstore_core.wire import messages as m
 
 if TYPE_CHECKING:
+    from torchstore_core.server.index.collective.participants import Contribution
     from torchstore_core.server.index.key_history import PutTarget
-    from torchstore_core.server.index.participants import Contribution
 
 __all__ = [
     "Change",
@@ -200,7 +200,7 @@ class Txn(msgspec.Struct, eq=False):
         values: all values that the put creates.
         granted: bytes of memory granted for them, by volume.
         plain: the values that become versions of their keys by themselves.
-        contributions: its contributions to generations, see ``server.index.generations``.
+        contributions: its contributions to generations, see ``index.collective.generations``.
         results: the values and targets whose versions the commit returns, in order.
         when_full: what is done with its values when memory is full, see ``messages.Put``.
         held_as: it makes an object without a key, which its session holds by this id, from this

@@ -21,7 +21,7 @@ from torchstore_core.boxes import Box
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.errors import LayoutMismatchError
 from torchstore_core.reports.stat import Pending
-from torchstore_core.server.index.participants import Contribution, PutSequence
+from torchstore_core.server.index.collective.participants import Contribution, PutSequence
 from torchstore_core.server.index.records import (
     Manifest,
     Shards,

@@ -8,7 +8,8 @@ from math import prod
 from torchstore_core.boxes import Box
 from torchstore_core.errors import ProtocolError
 from torchstore_core.server.index.catalog import Catalog
-from torchstore_core.server.index.generations import Generation
+from torchstore_core.server.index.collective.generations import Generation
+from torchstore_core.server.index.collective.participants import Contribution
 from torchstore_core.server.index.items import (
     PutItems,
     check_item,
@@ -19,7 +20,6 @@ from torchstore_core.server.index.items import (
     unusual,
 )
 from torchstore_core.server.index.key_history import PutTarget
-from torchstore_core.server.index.participants import Contribution
 from torchstore_core.server.index.records import SessionRecord, Txn, Value
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
