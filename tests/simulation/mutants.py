@@ -10,10 +10,11 @@ import pytest
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.catalog import Catalog
 from torchstore_core.server.index.collective.generations import Generation
+from torchstore_core.server.index.collective.unfinished import UnfinishedVersions
 from torchstore_core.server.index.gone.evictions import Evictions
 from torchstore_core.server.index.records import Manifest, SessionRecord, Txn, Value
 from torchstore_core.server.index.references.holds import Holds
-from torchstore_core.server.index.timelines import Timelines
+from torchstore_core.server.index.timelines import Branch, Timelines
 from torchstore_core.server.memory.detached_sessions import DetachedSessions
 from torchstore_core.server.serving.conversation import Conversation
 from torchstore_core.server.spilling.policy import Tracked
@@ -79,12 +80,14 @@ def _reuses_versions(patch: pytest.MonkeyPatch) -> None:
 def _settles_before_the_base(patch: pytest.MonkeyPatch) -> None:
     """A partial version does not wait for older ones that are on their way."""
 
-    def hasty(self: Catalog, key: str, generation: Generation) -> bool:
+    def hasty(
+        self: UnfinishedVersions, key: str, generation: Generation, branch: Branch | None
+    ) -> bool:
         if not generation.is_complete:
             return False
-        return not generation.is_partial or type(self.newest.get(key)) is Manifest
+        return not generation.is_partial or type(self._base(key, branch)) is Manifest
 
-    patch.setattr(Catalog, "_is_ready", hasty)
+    patch.setattr(UnfinishedVersions, "_is_ready", hasty)
 
 
 def _frees_what_may_still_be_written(patch: pytest.MonkeyPatch) -> None:

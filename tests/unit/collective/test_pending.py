@@ -27,7 +27,7 @@ from torchstore_core.errors import (
     StoreFullError,
 )
 from torchstore_core.server.controller import Controller
-from torchstore_core.server.index import participants
+from torchstore_core.server.index.collective import participants
 from torchstore_core.server.serving import inspection
 from torchstore_core.wire import messages as m
 

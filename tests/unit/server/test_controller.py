@@ -552,7 +552,7 @@ class ControllerMachine(RuleBasedStateMachine):
             record = client.record
             assert set(record.txns) == set(client.txns)
             assert set(record.leases) == set(client.leases)
-            assert record.given_back == client.given_back
+            assert record.ended_early == client.given_back
             leased = [s for held in client.leases.values() for s in held if s is not None]
             open_puts = [s for values in client.txns.values() for s in values]
             assert session_bytes(client.record) == (

@@ -222,7 +222,11 @@ class Client(VolumeOperations):
         code = 0 if when_full is None else when_full_code(when_full)
         sources: Sequence[Source] | TensorColumns | None = None
         counts: list[int] | None = None
-        if len(keys) >= FEWEST:
+        if len(keys) == 1:  # very often
+            sources = prepare(keys[0], values[0], allow_pickle=pickle_too)
+            if len(sources) != 1:
+                counts = [len(sources)]
+        elif len(keys) >= FEWEST:
             sources = tensor_columns(keys, values)
         if sources is None:
             sources, counts = prepare_all(keys, values, allow_pickle=pickle_too)
@@ -246,7 +250,8 @@ class Client(VolumeOperations):
                 rewind=rewind,
                 when_full=code,
             )
-            refs = refs_of(keys_of(sources), reply, session.welcome.incarnation)
+            names = keys if counts is None else keys_of(sources)
+            refs = refs_of(names, reply, session.welcome.incarnation)
         if counts is not None:
             each = iter(refs)  # one for each shard
             shards = [[next(each) for _ in range(count)] for count in counts]

@@ -26,6 +26,7 @@ from torchstore_core.machine.topology import Topology
 from torchstore_core.reports.bandwidths import DEFAULT_BANDWIDTH
 from torchstore_core.server.index.catalog import Catalog
 from torchstore_core.server.index.collective.puts import CollectivePut
+from torchstore_core.server.index.collective.unfinished import UnfinishedVersions
 from torchstore_core.server.index.items import (
     PutItems,
     grants_of,
@@ -112,7 +113,8 @@ class Controller:
         self.sessions: dict[bytes, SessionRecord] = {}
         self.detached = DetachedSessions(self, watch)
         self._holders = ChainMap(self.sessions, self.detached.sessions)
-        self.catalog = Catalog(self.sessions)
+        self.catalog = Catalog()
+        self.unfinished = UnfinishedVersions(self.catalog, self.sessions)
         #: The number of requests so far, by message class; shown in the status.
         self.operations: dict[type[m.Message], int] = defaultdict(int)
         self._prefault = prefault
@@ -180,7 +182,7 @@ class Controller:
         if session.token in self.sessions:
             self.holds.process_died(session)
         self.abort(session, list(session.txns))
-        self._apply(*self.catalog.settle(all_keys=True))
+        self._apply(*self.unfinished.settle(all_keys=True))
 
     # ---- put ------------------------------------------------------------------------------
 
@@ -195,7 +197,8 @@ class Controller:
             ProtocolError: the txn id is in use, or sizes or shards are invalid.
             StoreClosedError: the session's process has ended.
             VersionGoneError, ConfigurationError, LayoutMismatchError, KeyNotFoundError: the put
-                does not match the present state of its generation; see ``Catalog.target``.
+                does not match the present state of its generation, see
+                ``UnfinishedVersions.target``.
             ObjectLostError: parts of that version that others have put are lost.
             Delayed: memory is full, and there will be room soon.
         """
@@ -203,8 +206,7 @@ class Controller:
             raise StoreClosedError("the process of this session has ended")
         if request.txn in session.txns:
             raise ProtocolError(f"put id {request.txn} is in use")
-        if request.txn in session.given_back:
-            session.given_back.discard(request.txn)
+        if session.ended_early and session.was_ended_early(request.txn):
             raise ProtocolError(f"put id {request.txn} was aborted before it began")
         items = request.items if request.columns is None else items_of(request)
         if not items and request.group is None:
@@ -219,7 +221,10 @@ class Controller:
         placed, inline, sizes = checked_items(items)
         values, granted = self._make(session, items, None, placed, inline, sizes)
         if not sizes:
-            self._apply(self.catalog.flip(values), plain=values)
+            if freed := self.catalog.flip(values):
+                self._free(freed)
+            if self.waiting:
+                self.waiting.wake([value.key for value in values])
             if when_full != m.PINNED:
                 self.spilling.track(values, when_full)
             if self.catalog.timelines.last:
@@ -241,8 +246,7 @@ class Controller:
             raise StoreClosedError("the process of this session has ended")
         if request.txn in session.txns or request.hold in session.holds:
             raise ProtocolError(f"put id {request.txn} or hold id {request.hold} is in use")
-        if request.txn in session.given_back:
-            session.given_back.discard(request.txn)
+        if session.ended_early and session.was_ended_early(request.txn):
             raise ProtocolError(f"put id {request.txn} was aborted before it began")
         if request.item.part is not None:
             raise ProtocolError("an object without a key has no parts")
@@ -262,7 +266,7 @@ class Controller:
         self, session: SessionRecord, request: m.Put, items: Sequence[m.PutItem]
     ) -> tuple[list[int], list[m.Grant | None] | None]:
         """Begin a put that contributes to generations: shards, a state dict, a named version."""
-        put = CollectivePut(self.catalog, session, request, items)
+        put = CollectivePut(self.unfinished, session, request, items)
         when_full = self.spilling.choice(request.when_full, keeps=put.keeps_older)
         self._free(put.clear())
         try:
@@ -272,8 +276,8 @@ class Controller:
             txn = put.enter(values, granted)
             txn.when_full = when_full
         finally:  # the put may have dropped a generation that later ones were waiting for
-            if self.catalog.unsettled:
-                self._apply(*self.catalog.settle())
+            if self.catalog.keys_to_settle:
+                self._apply(*self.unfinished.settle())
         grants = put.grants(values, placed if len(granted) == 1 else -1)
         if grants is None:
             return self._finish(txn), None
@@ -316,7 +320,8 @@ class Controller:
         collective: CollectivePut | None,
     ) -> list[Run]:
         """Find places for the items. If there is no room, values that may leave memory do (see
-        ``Spilling.make_room``), and stalled generations are dropped (see ``Catalog.reclaim``).
+        ``Spilling.make_room``), and stalled generations are dropped (see
+        ``UnfinishedVersions.reclaim``).
 
         Raises:
             StoreFullError: there is no room.
@@ -336,11 +341,11 @@ class Controller:
                 taken = keys if collective is not None else [item.key for item in items]
                 if spilling.make_room(placed + inline, taken):
                     continue
-            freed = self.catalog.reclaim(keys, kept) if fits else None
+            freed = self.unfinished.reclaim(keys, kept) if fits else None
             if freed is None:
                 break
             self._free(freed)
-        there = self.catalog.newest.values(), self.catalog.waiting_bytes(), self.strategy, items
+        there = self.catalog.newest.values(), self.unfinished.waiting_bytes(), self.strategy, items
         asked, sessions = placed + inline, self._holders.values()
         error = full_error(asked, self.volumes, sessions, *there, held=self.holds.nbytes)
         raise spilling.noted(error)
@@ -387,7 +392,7 @@ class Controller:
         visible: Sequence[str] = ()
         rewound: Sequence[tuple[str, bool]] = ()
         if txn.contributions:
-            changes = [self.catalog.commit(*one) for one in txn.contributions]
+            changes = [self.unfinished.commit(*one) for one in txn.contributions]
             freed, visible, rewound = Change.of([Change(freed), *changes])
         if txn.when_full != m.PINNED:
             self.spilling.track_put(txn)
@@ -437,10 +442,10 @@ class Controller:
             txn = session.txns.pop(txn_id, None)
             if txn is None:
                 if remember:
-                    session.give_back(txn_id)
+                    session.end_early(txn_id)
                 continue
             self._written(txn)
-            changes = [self.catalog.abort(target, one) for target, one in txn.contributions]
+            changes = [self.unfinished.abort(target, one) for target, one in txn.contributions]
             self._apply(*Change.of([Change(release(txn.plain)), *changes]))
             if txn.copy_of:
                 self.repairs.aborted(txn)
@@ -683,7 +688,7 @@ class Controller:
             if held is not None:
                 returned += held
             elif remember:
-                session.give_back(lease)
+                session.end_early(lease)
         for lease, positions in parts:
             held = session.leases.get(lease)
             if held is None:
@@ -771,6 +776,7 @@ class Controller:
         """
         if self.volumes[index].lost:
             return
-        self._apply(*self.lost_volumes.lose(index, why, self.catalog, self._holders.values()))
+        self.lost_volumes.lose(index, why, self.catalog, self._holders.values())
+        self._apply(*self.unfinished.lose(self.lost_volumes.reason))
         self.detached.volume_lost()
         self.repairs.volume_lost(index)

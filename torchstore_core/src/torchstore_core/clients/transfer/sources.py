@@ -86,6 +86,8 @@ def prepare(
         UnsupportedValueError, UnsafeObjectError, LayoutMismatchError: it cannot be stored.
     """
     check_key(key)
+    if type(value) is torch.Tensor and dtype is None:  # the usual case, very often
+        return [prepare_tensor(key, value)]
     if type(value) is not torch.Tensor and is_sharded(value):
         return [_part(key, part, dtype) for part in local_parts(key, value)]
     if isinstance(value, torch.Tensor):

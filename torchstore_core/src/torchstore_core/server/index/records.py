@@ -34,7 +34,7 @@ __all__ = [
 ]
 __all__ += ["Waiter", "all_values", "release", "retain", "values_in"]
 
-_MAX_GIVEN_BACK = 100_000
+_MAX_ENDED_EARLY = 100_000
 
 
 @final
@@ -258,9 +258,9 @@ class SessionRecord(msgspec.Struct, eq=False):
     leases: dict[int, list[Value | None]] = {}
     holds: dict[int, Hold] = {}
     tickets: set[int] = set()  # that it has sent, see ``index.references.holds``
-    #: Ids of leases and puts that were given back before the requests that begin them arrived over
-    #: another, slower connection.
-    given_back: set[int] = set()
+    #: Ids of leases, puts and holds that were ended before the requests that begin them arrived
+    #: over another, slower connection.
+    ended_early: set[int] = set()
     keeps_memory: bool = False  # see messages.Keep
     serial: int = 0  # of the session in a log, see server.keeping
     lanes: int = 0
@@ -273,10 +273,17 @@ class SessionRecord(msgspec.Struct, eq=False):
     opened: float = msgspec.field(default_factory=lambda: moments.monotonic())
     closed: float | None = None
 
-    def give_back(self, ident: int) -> None:
-        """What is to begin under this id has been given back already."""
-        if len(self.given_back) < _MAX_GIVEN_BACK:
-            self.given_back.add(ident)
+    def end_early(self, ident: int) -> None:
+        """End what has not begun yet: when it does, it is refused."""
+        if len(self.ended_early) < _MAX_ENDED_EARLY:
+            self.ended_early.add(ident)
+
+    def was_ended_early(self, ident: int) -> bool:
+        """Whether what begins now was ended before; the id may begin something else afterwards."""
+        if ident not in self.ended_early:
+            return False
+        self.ended_early.discard(ident)
+        return True
 
     def end(self) -> None:
         """Record that the session's process has ended or left the store."""

@@ -18,7 +18,7 @@ from torchstore_core.server.memory.volume_record import VolumeRecord
 __all__ = ["CATALOG", "StateReader", "written"]
 
 #: The attributes of a catalog that are state, besides the newest versions and the timelines.
-CATALOG = ("histories", "held", "unsettled", "_deleted", "_version_floor")
+CATALOG = ("histories", "held", "keys_to_settle", "_deleted", "_version_floor")
 
 
 def written(controller: Controller, more: dict[str, Any]) -> Iterator[tuple[bool, bytes]]:

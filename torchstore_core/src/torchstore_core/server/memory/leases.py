@@ -68,8 +68,7 @@ class Leases:
         if leased:
             if lease in session.leases:
                 raise ProtocolError(f"lease id {lease} is in use")
-            if lease in session.given_back:
-                session.given_back.discard(lease)
+            if session.was_ended_early(lease):
                 raise ProtocolError(f"lease id {lease} was given back before it began")
         choice: _Choice | None = None
         if leased and len(self.volumes) > 1:
@@ -132,7 +131,7 @@ class Leases:
         if (
             not inline_max < nbytes < LARGE * len(sizes)
             or lease in session.leases
-            or lease in session.given_back
+            or lease in session.ended_early
         ):
             return None
         index = values[0].volume

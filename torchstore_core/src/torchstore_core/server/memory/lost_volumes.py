@@ -9,7 +9,6 @@ from torchstore_core.errors import ObjectLostError
 from torchstore_core.server.index.catalog import Catalog
 from torchstore_core.server.index.errors import version_lost_error
 from torchstore_core.server.index.records import (
-    Change,
     SessionRecord,
     Stored,
     Txn,
@@ -36,10 +35,8 @@ class LostVolumes:
 
     def lose(
         self, index: int, why: str, catalog: Catalog, sessions: Iterable[SessionRecord]
-    ) -> Change:
-        """Record the loss of a volume, and drop the unfinished versions that can no longer be
-        completed because committed parts of them are lost.
-        """
+    ) -> None:
+        """Record the loss of a volume: no value has a copy there any more."""
         volume = self._volumes[index]
         volume.lose(why)
         self.any = True
@@ -48,7 +45,6 @@ class LostVolumes:
         for session in sessions:
             for txn in session.txns.values():
                 txn.granted.pop(index, None)
-        return catalog.lose(self._reason)
 
     def is_lost(self, stored: Stored) -> bool:
         """Return whether any part of a stored value is lost."""
@@ -76,7 +72,7 @@ class LostVolumes:
                 return value
         return None
 
-    def _reason(self, values: Iterable[Value]) -> str:
+    def reason(self, values: Iterable[Value]) -> str:
         """Return why any of the values is lost; empty if none is."""
         gone = self._first_lost(values)
         return "" if gone is None else lost_reason(self._volumes[gone.volume])

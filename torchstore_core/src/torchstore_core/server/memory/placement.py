@@ -39,7 +39,8 @@ def checked_items(items: Sequence[m.PutItem]) -> tuple[int, int, list[int]]:
             check_item(item)
         sizes.append(nbytes)
         placed += (nbytes + ALIGNMENT - 1) & -ALIGNMENT
-    _check_total(placed)
+    if placed:
+        _check_total(placed)
     return placed, inline, sizes
 
 
@@ -252,8 +253,13 @@ def values_in_runs(
 def _values(items: Sequence[m.PutItem], facts: ClientFacts, run: Run) -> list[Value]:
     """Return the values of a run whose members are ``items``."""
     volume, offsets = run.copies[0]
-    others = run.copies[1:]
     index = volume.index
+    if not offsets:  # all values are inline
+        return [
+            Value(item.key, item.meta, item.nbytes, index, item.data, -1, facts, uses=1)
+            for item in items
+        ]
+    others = run.copies[1:]
     if not others and type(items) is PutItems:
         nowhere, none, one = repeat(None), repeat(0), repeat(1)
         columns = items.keys, items.metas, items.sizes, repeat(index), nowhere, offsets

@@ -186,6 +186,37 @@ class Conversation:
     # ---- messages -------------------------------------------------------------------------
 
     def _handle(self, request: m.Request) -> None:
+        session = self._session
+        if session is None or type(request) is m.Hello or type(request) is m.Attach:
+            self._handle_other(request)
+            return
+        if session.ending or session.token not in self._server.controller.sessions:
+            # The liveness connection is gone and what the session held was undone, so that the
+            # session must not acquire anything new.
+            raise StoreClosedError("this session has ended")
+        try:
+            reply = self._answer(request, session)
+        except Delayed as delayed:
+            self._delay(request, delayed)
+            return
+        except StoreFullError as error:
+            if self._server.when_trimmed(lambda: self._again(request)):
+                return
+            self._server.refusals.refused(session, error)
+            reply = _failure(request, error)
+        except TorchStoreError as error:
+            reply = _failure(request, error)
+        except Exception:
+            log.exception("request failed: %s", type(request).__name__)
+            text = f"the server failed on {type(request).__name__}; its log has the traceback"
+            reply = _failure(request, TorchStoreError(text))
+        if self._delayed:
+            self._delayed.pop(getattr(request, "id", 0), None)
+        if reply is not None:
+            self.send(reply)
+
+    def _handle_other(self, request: m.Request) -> None:
+        """Handle what is no request of a session: a first message, or what a volume tells."""
         if isinstance(request, (m.Hello, m.Attach)):
             self._begin(request)
             return
@@ -202,33 +233,7 @@ class Conversation:
                 case _:
                     raise ProtocolError(f"a volume does not send {type(request).__name__}")
             return
-        if self._session is None:
-            raise ProtocolError("the first message must be a Hello")
-        session = self._session
-        if session.ending or session.token not in self._server.controller.sessions:
-            # The liveness connection is gone and what the session held was undone, so that the
-            # session must not acquire anything new.
-            raise StoreClosedError("this session has ended")
-        try:
-            reply = self._answer(request, self._session)
-        except Delayed as delayed:
-            self._delay(request, delayed)
-            return
-        except StoreFullError as error:
-            if self._server.when_trimmed(lambda: self._again(request)):
-                return
-            self._server.refusals.refused(self._session, error)
-            reply = _failure(request, error)
-        except TorchStoreError as error:
-            reply = _failure(request, error)
-        except Exception:
-            log.exception("request failed: %s", type(request).__name__)
-            text = f"the server failed on {type(request).__name__}; its log has the traceback"
-            reply = _failure(request, TorchStoreError(text))
-        if self._delayed:
-            self._delayed.pop(getattr(request, "id", 0), None)
-        if reply is not None:
-            self.send(reply)
+        raise ProtocolError("the first message must be a Hello")
 
     def _delay(self, request: m.Request, delayed: Delayed) -> None:
         """Answer a request later, unless its client gives it up."""

@@ -7,9 +7,9 @@ from math import prod
 
 from torchstore_core.boxes import Box
 from torchstore_core.errors import ProtocolError
-from torchstore_core.server.index.catalog import Catalog
 from torchstore_core.server.index.collective.generations import Generation
 from torchstore_core.server.index.collective.participants import Contribution
+from torchstore_core.server.index.collective.unfinished import UnfinishedVersions
 from torchstore_core.server.index.items import (
     PutItems,
     check_item,
@@ -49,17 +49,17 @@ class CollectivePut:
     Raises:
         ProtocolError: the request is invalid or inconsistent.
         VersionGoneError, ConfigurationError, KeyNotFoundError, ObjectLostError: see
-            ``Catalog.target``.
+            ``UnfinishedVersions.target``.
     """
 
     def __init__(
         self,
-        catalog: Catalog,
+        unfinished: UnfinishedVersions,
         session: SessionRecord,
         request: m.Put,
         given: Sequence[m.PutItem],
     ) -> None:
-        self._catalog = catalog
+        self._unfinished = unfinished
         self._session = session
         self._request = request
         self._given = given
@@ -141,7 +141,9 @@ class CollectivePut:
         """Drop whatever must make way for this put. Returns the values that nothing holds any
         more.
         """
-        return [value for target in self._targets.values() for value in self._catalog.clear(target)]
+        return [
+            value for target in self._targets.values() for value in self._unfinished.clear(target)
+        ]
 
     def compare(self) -> None:
         """Find the items that must be stored because no other participant stores them.
@@ -194,8 +196,7 @@ class CollectivePut:
         publication = self._request.group
         if publication is None:
             return False
-        history = self._catalog.histories.get(publication.key)
-        return (publication.keep or (1 if history is None else history.keep)) > 1
+        return (publication.keep or self._unfinished.keep_of(publication.key)) > 1
 
     @property
     def generations(self) -> list[Generation]:
@@ -210,7 +211,7 @@ class CollectivePut:
         participants = 0 if request.group is None else request.group.participants
         what = layout, request.version, participants, request.group
         rewind = isinstance(request, m.Rewind)
-        target = self._catalog.target(
+        target = self._unfinished.target(
             self._session, key, participant, *what, replica=replica, rewind=rewind
         )
         self._targets[key] = target
@@ -234,7 +235,7 @@ class CollectivePut:
         request = self._request
         contributions: dict[str, tuple[PutTarget, Contribution]] = {}
         for key, target in self._targets.items():
-            contributions[key] = target, self._catalog.join(target, self._session)
+            contributions[key] = target, self._unfinished.join(target, self._session)
         publication = request.group
         if publication is not None:
             contributions[publication.key][1].partial = publication.partial

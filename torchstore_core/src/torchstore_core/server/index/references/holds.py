@@ -156,8 +156,7 @@ class Holds:
         return held
 
     def _begin(self, session: SessionRecord, ident: int, held: HeldVersion, where: str) -> None:
-        if ident in session.given_back:  # its process does not want it any more
-            session.given_back.discard(ident)
+        if session.was_ended_early(ident):  # its process does not want it any more
             return
         held.count += 1
         session.holds[ident] = Hold(held, moments.wall(), where)
@@ -174,7 +173,7 @@ class Holds:
             if hold is not None:
                 self._end(hold.version)
             else:
-                session.give_back(ident)
+                session.end_early(ident)
 
     def session_ended(self, session: SessionRecord) -> None:
         """A session has ended, and all that it has sent is read. Idempotent."""
