@@ -17,7 +17,6 @@ import msgspec
 
 from torchstore_core.contracts.strategy import ClientFacts, Strategy
 from torchstore_core.errors import (
-    LayoutMismatchError,
     ObjectLostError,
     ProtocolError,
     StoreClosedError,
@@ -31,21 +30,16 @@ from torchstore_core.server.index.items import (
     PutItems,
     grants_of,
     items_of,
-    one_by_one,
     packed_grant,
 )
 from torchstore_core.server.index.key_history import PutTarget
 from torchstore_core.server.index.records import (
     Change,
-    HeldVersion,
-    Manifest,
     SessionRecord,
-    Stored,
     Txn,
     Value,
     Versions,
     release,
-    values_in,
 )
 from torchstore_core.server.index.references.holds import DEFAULT_GRACE_S, Holds
 from torchstore_core.server.index.waiting import Waiting
@@ -61,6 +55,7 @@ from torchstore_core.server.memory.placement import (
 )
 from torchstore_core.server.memory.shortage import full_error, most_bytes
 from torchstore_core.server.memory.volume_record import VolumeRecord
+from torchstore_core.server.reads import Reads
 from torchstore_core.server.repairing.drains import Drains
 from torchstore_core.server.repairing.repairs import Repairs, StartsCopier
 from torchstore_core.server.spilling.moves import Mover
@@ -124,6 +119,7 @@ class Controller:
         self.waiting = Waiting(self.catalog, self.lost_volumes.is_lost)
         self._leases = Leases(self.volumes, strategy)
         self.spilling = Spilling(self.volumes, self.catalog, self._free, when_full, mover, later)
+        self._reads = Reads(self.catalog, self._leases, self.lost_volumes, self.spilling)
         self.holds = Holds(self.catalog, self._free, later, grace_s)
         self.repairs = Repairs(
             self.volumes,
@@ -224,7 +220,7 @@ class Controller:
             if freed := self.catalog.flip(values):
                 self._free(freed)
             if self.waiting:
-                self.waiting.wake([value.key for value in values])
+                self.waiting.wake([value.key for value in values], ())
             if when_full != m.PINNED:
                 self.spilling.track(values, when_full)
             if self.catalog.timelines.last:
@@ -485,184 +481,12 @@ class Controller:
     def locate(
         self, session: SessionRecord, request: m.Locate
     ) -> tuple[list[m.Entry] | m.EntryColumns, bool]:
-        """Return entries for all wanted values, from one snapshot, and whether they are now leased
-        under ``lease``. They are in columns if the request was for keys and all of them fit.
-
-        Raises:
-            KeyNotFoundError, VersionGoneError, ObjectLostError: a value cannot be read; nothing is
-                leased.
-            ProtocolError: the lease id is in use.
-            Delayed, StoreFullError: see ``Spilling.use``.
-        """
-        if isinstance(request, m.LocateKeys):
-            columns = self._columns(session, request, map(self.catalog.newest.get, request.keys))
-            if columns is not None:
-                return columns, True
-            request = one_by_one(request)
-        by_ref: dict[int, Stored] = {}  # what references hold, by the id() of the want
-        if type(request) is m.LocateRefs:
-            for want, timeline in zip(request.wants, request.timelines, strict=False):
-                if timeline >= 0:
-                    held = self.catalog.held_version(want.key, want.version, timeline)
-                    if held is None:
-                        self.catalog.check_timeline(want.key, want.version, timeline)
-                    else:
-                        by_ref[id(want)] = held.stored
-        find, newest = self.catalog.find, self.catalog.newest
-        found: list[tuple[Stored, int]] = []
-        missing: list[str] = []
-        for want in request.wants:
-            there = newest.get(want.key)
-            if there is not None and not want.version:  # the usual case, very often
-                found.append((there, there.version))
-                continue
-            if by_ref and id(want) in by_ref:
-                found.append((by_ref[id(want)], want.version))
-                continue
-            stored = find(want.key, want.version)
-            if stored is None:
-                missing.append(want.key)
-            else:
-                found.append(stored)
-        if missing:
-            raise self.catalog.missing_error(missing)
-        boxes = [want.box for want in request.wants]
-        if self.lost_volumes.any:
-            for want, (there, _) in zip(request.wants, found, strict=True):
-                self.lost_volumes.check(want.key, there, want.box)
-        if self.spilling.active:
-            self.spilling.use(
-                [v for (one, _), box in zip(found, boxes, strict=True) for v in values_in(one, box)]
-            )
-        return self._leases.entries(
-            session, request.lease, found, boxes, request.inline_max, request.avoid
-        )
-
-    def _columns(
-        self,
-        session: SessionRecord,
-        request: m.Locate | m.Fetch,
-        found: Iterable[Stored | None],
-        version: int = 0,
-    ) -> m.EntryColumns | None:
-        """Lease what was found, and describe it in columns; None if it must be entries."""
-        if self.lost_volumes.any or self.spilling.active or request.wants:
-            return None
-        return self._leases.columns(
-            session, request.lease, list(found), request.inline_max, version
-        )
+        """Return entries for all wanted values, and whether they are leased; see ``Reads``."""
+        return self._reads.locate(session, request)
 
     def fetch(self, session: SessionRecord, request: m.Fetch) -> m.Fetched:
-        """Return entries of one version of a state dict, leased under ``lease`` unless the reply
-        contains all of their bytes.
-
-        Raises:
-            KeyNotFoundError, VersionGoneError, ObjectLostError: it cannot be read; nothing is
-                leased.
-            LayoutMismatchError: the key is not a state dict.
-            ProtocolError: as for :meth:`locate`.
-        """
-        held: HeldVersion | None = None
-        if type(request) is m.FetchRef:
-            held = self.catalog.held_version(request.key, request.version, request.timeline)
-        manifest: Stored
-        if held is not None:
-            manifest, version = held.stored, held.version
-        else:
-            found = self.catalog.find(request.key, request.version)
-            if found is None:
-                raise self.catalog.missing_error([request.key])
-            manifest, version = found
-            if type(request) is m.FetchRef:
-                self.catalog.check_timeline(request.key, version, request.timeline)
-        if type(manifest) is not Manifest:
-            raise LayoutMismatchError(
-                f"{request.key!r} is no state dict (it was put by itself); get it with `get`",
-                key=request.key,
-            )
-        entries = manifest.entries
-        timeline = held.timeline if held else self.catalog.timeline(request.key, version)
-        if isinstance(request, m.FetchKeys) or request.wants is None:
-            reply = self._fetch_columns(session, request, manifest, version, timeline)
-            if reply is not None:
-                return reply
-        if isinstance(request, m.FetchKeys):
-            request = one_by_one(request)
-        wanted: list[Stored | None]
-        boxes: list[m.Box | None]
-        paths: dict[int, bytes] = {}
-        if request.wants is None:
-            names, wanted, boxes = list(entries), list(entries.values()), [None] * len(entries)
-            if manifest.paths:
-                at = {name: i for i, name in enumerate(names)}
-                paths = {at[name]: path for name, path in manifest.paths.items()}
-        else:
-            asked = {want.key for want in request.wants}
-            names = [name for name in entries if name not in asked]
-            wanted = [entries.get(want.key) for want in request.wants]
-            boxes = [want.box for want in request.wants]
-        there = [(stored, version) for stored in wanted if stored is not None]
-        cuts = [box for box, stored in zip(boxes, wanted, strict=True) if stored is not None]
-        if self.lost_volumes.any:
-            asked_names = names if request.wants is None else [want.key for want in request.wants]
-            for name, some, box in zip(asked_names, wanted, boxes, strict=True):
-                if some is not None:
-                    self.lost_volumes.check(f"{request.key}/{name}", some, box)
-        if self.spilling.active:
-            self.spilling.use(
-                [v for (one, _), box in zip(there, cuts, strict=True) for v in values_in(one, box)],
-                f"{request.key}/",
-            )
-        made, leased = self._leases.entries(
-            session, request.lease, there, cuts, request.inline_max, request.avoid
-        )
-        replies = iter(made)
-        answers = [None if stored is None else next(replies) for stored in wanted]
-        first: dict[int, int] = {}
-        same_as: list[tuple[int, int]] = []
-        if request.wants is None:
-            for i, stored in enumerate(wanted):
-                if (j := first.setdefault(id(stored), i)) != i:
-                    same_as.append((i, j))
-        return m.Fetched(
-            request.id,
-            version,
-            answers,
-            names,
-            paths,
-            same_as,
-            leased,
-            timeline=timeline,
-        )
-
-    def _fetch_columns(
-        self,
-        session: SessionRecord,
-        request: m.Fetch,
-        manifest: Manifest,
-        version: int,
-        timeline: int,
-    ) -> m.Fetched | None:
-        """Answer a Fetch in columns; None if that is impossible."""
-        entries = manifest.entries
-        names: list[str] = []
-        paths: dict[int, bytes] = {}
-        found: list[Stored | None]
-        if isinstance(request, m.FetchKeys):
-            asked = set(request.keys)
-            if len(asked) < len(entries):
-                names = [name for name in entries if name not in asked]
-            found = list(map(entries.get, request.keys))
-        else:
-            names, found = list(entries), list(entries.values())
-            if manifest.paths or len(set(map(id, found))) < len(found):
-                return None
-        columns = self._columns(session, request, found, version)
-        if columns is None:
-            return None
-        return m.Fetched(
-            request.id, version, [], names, paths, [], True, timeline=timeline, columns=columns
-        )
+        """Return entries of one version of a state dict; see ``Reads``."""
+        return self._reads.fetch(session, request)
 
     def release(
         self,
