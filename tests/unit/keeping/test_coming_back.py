@@ -36,7 +36,7 @@ from torchstore_core.wire import messages as m
 WIRING = {
     *("volumes", "strategy", "detached", "_holders", "catalog", "operations", "_prefault"),
     *("_warmed", "_last_put", "lost_volumes", "waiting", "_leases", "sessions", "incarnation"),
-    *("spilling", "holds", "repairs", "drains", "unfinished"),
+    *("spilling", "holds", "repairs", "drains", "unfinished", "_reads"),
 }
 INDEX = {"newest", "names", "timelines", "evictions"}
 
