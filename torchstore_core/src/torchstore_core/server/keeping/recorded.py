@@ -27,6 +27,7 @@ from torchstore_core.server.keeping.log import Log, Record, Records
 from torchstore_core.server.keeping.recorded_holds import RecordedHolds
 from torchstore_core.server.keeping.recorded_spilling import RecordedSpilling
 from torchstore_core.server.keeping.state import StateReader, written
+from torchstore_core.server.reads import Reads
 from torchstore_core.server.spilling.delays import Delayed
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import portable
@@ -129,6 +130,7 @@ class RecordedController(Controller):
             options.get("mover"),
             options.get("later", lambda delay, call: None),
         )
+        self._reads = Reads(self.catalog, self._leases, self.lost_volumes, self.spilling)
         # What the store copies by itself is not in the log.
         self.drains.refuses = (
             "the store has a keeper, and what it copies by itself is not in the log yet. "
