@@ -35,6 +35,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [_INTERPRETERS, os.environ.get("PYTHONPATH", "")])
 )
 
+# Threads of OpenMP that wait spin for milliseconds by default; others need the processors.
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
 profiles.register()
 
 # Until all tests are collected: nothing of that is garbage.

@@ -129,6 +129,7 @@ def collect(folder: Path) -> None:
     }
 
 
+@pytest.mark.timeout(300)  # nine programs, one after the other
 async def test_whoever_is_killed_at_any_moment(tmp_path: Path, mark: str) -> None:
     await crashes(tmp_path / "s", mark, 9)
 

@@ -44,11 +44,12 @@ while True:
     print(n, flush=True)
 """
 _COLLECTS = """
-import itertools
+import itertools, time
 from torchstore_snapshot import gc
 for n in itertools.count():
     gc({path!r}, keep_last=1 + n % 3, grace=0)
     print("0", flush=True)
+    time.sleep(0.01)  # or the other program hardly gets to a take whose base is there
 """
 
 
