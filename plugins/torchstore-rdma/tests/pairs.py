@@ -75,12 +75,12 @@ class Pair:
         context = ServerContext("store", "volume", directory, self.topology)
         self.offer = await self.server.start(context, [Segment(0, self.fd, self.nbytes)])
 
-    async def link(self, peer: bytes = b"client") -> RdmaLink:
+    async def link(self, peer: bytes = b"client", *, same_host: bool = True) -> RdmaLink:
         async def ask(request: bytes) -> bytes:
             return await self.server.handshake(peer, request)
 
         here = self.topology
-        context = LinkContext(here, here, True, True, "", self.offer, ask)
+        context = LinkContext(here, here, same_host, True, "", self.offer, ask)
         return await RdmaLink.connect(self.offer, context)
 
     @property

@@ -19,29 +19,29 @@ _SEGMENTS = {0: Exposed(0, 1 << 44, _SIZE, _SIZE), 3: Exposed(3, 1 << 45, _SIZE,
 _BASES = {segment: one.address for segment, one in _SEGMENTS.items()}
 
 
-def _rows(copies: list[Copy]) -> list[tuple[int, int, int]]:
+def _rows(copies: list[Copy], size: int = layout.PART) -> list[tuple[int, int, int]]:
     """All rows, those that are larger than a part in pieces."""
     return sorted(
         (
             copy.address + row * copy.stride + at,
             _BASES[copy.segment] + copy.offset + row * copy.step + at,
-            min(layout.PART, copy.nbytes - at),
+            min(size, copy.nbytes - at),
         )
         for copy in copies
         for row in range(copy.rows)
-        for at in range(0, copy.nbytes, layout.PART)
+        for at in range(0, copy.nbytes, size)
     )
 
 
-def _described(copies: list[Copy]) -> list[list[tuple[int, int, int]]]:
+def _described(copies: list[Copy], size: int = layout.PART) -> list[list[tuple[int, int, int]]]:
     parts = []
-    for part in layout.parts(layout.table(copies, _SEGMENTS), _SEGMENTS):
+    for part in layout.parts(layout.table(copies, _SEGMENTS), _SEGMENTS, size):
         rows = []
         pairs = zip(part.local.tolist(), part.remote.tolist(), strict=True)
-        for (here, size, device, stride, count), (there, size2, device2, step, count2) in pairs:
-            assert (size, count, device, device2) == (size2, count2, 0, 0)
-            assert min(stride, step) >= size  # the library refuses others
-            rows += [(here + k * stride, there + k * step, size) for k in range(count)]
+        for (here, nbytes, device, stride, count), (there, same, device2, step, count2) in pairs:
+            assert (nbytes, count, device, device2) == (same, count2, 0, 0)
+            assert min(stride, step) >= nbytes  # the library refuses others
+            rows += [(here + k * stride, there + k * step, nbytes) for k in range(count)]
         assert part.indices.tolist() == list(range(len(rows)))
         parts.append(rows)
     return parts
@@ -64,13 +64,28 @@ _copies = st.lists(
 )
 
 
-@given(_copies)
-def test_the_parts_have_exactly_the_bytes_of_the_copies(copies: list[Copy]) -> None:
-    parts = _described(copies)
-    assert sorted(row for rows in parts for row in rows) == _rows(copies)
+@given(_copies, st.sampled_from([layout.PART, 16 << 20, (1 << 20) + 5]))
+def test_the_parts_have_exactly_the_bytes_of_the_copies(copies: list[Copy], size: int) -> None:
+    parts = _described(copies, size)
+    assert sorted(row for rows in parts for row in rows) == _rows(copies, size)
     for rows in parts:
         assert rows
-        assert sum(nbytes for _, _, nbytes in rows) <= 2 * layout.PART
+        assert sum(nbytes for _, _, nbytes in rows) <= 2 * size
+
+
+@pytest.mark.parametrize(
+    ("copies", "expected"),
+    [
+        ([Copy(0, 0, 0, 100)], 1 << 20),
+        ([Copy(0, 0, 0, 40 << 20), Copy(0, 0, 0, 24 << 20)], 4 << 20),
+        ([Copy(0, 0, 0, 2 << 30)], 16 << 20),
+        ([Copy(0, 0, 0, 64, 10_000, 64, 64)], 10_000 * (4096 + 64) // 16),  # rows take time, too
+    ],
+)
+def test_a_slow_network_has_several_parts_a_batch(copies: list[Copy], expected: int) -> None:
+    made = layout.table(copies, _SEGMENTS)
+    assert abs(layout.part_size(made, slow=True) - expected) < 4096
+    assert layout.part_size(made, slow=False) == layout.PART
 
 
 @given(_copies)

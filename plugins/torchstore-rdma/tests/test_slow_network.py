@@ -18,7 +18,7 @@ from .pairs import MB, Memory, Pair, needs_nixl
 pytestmark = needs_nixl
 # Not everybody has the folders of system programs on the path.
 _TC = shutil.which("tc", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") or "tc"
-_BIG = 128 * MB
+_BIG, _SOME = 128 * MB, 24 * MB
 _RATE = "400mbit"
 _LEAST, _CANCEL_S = 4 * MB, 1.0
 
@@ -52,7 +52,9 @@ def hosts() -> Iterator[tuple[str, str]]:
             _run("ip", "netns", "del", name)
 
 
-def test_a_cancelled_call_ends_soon_and_for_good(hosts: tuple[str, str], tmp_path: Path) -> None:
+def test_calls_show_progress_and_when_cancelled_end_soon_and_for_good(
+    hosts: tuple[str, str], tmp_path: Path
+) -> None:
     """This process stays where it is; the client is another one, and starts the server half."""
     server, client = hosts
     python = tmp_path / "python"
@@ -65,7 +67,7 @@ def test_a_cancelled_call_ends_soon_and_for_good(hosts: tuple[str, str], tmp_pat
         f"sys.path.insert(0, {str(root)!r})\n"
         f"test = importlib.import_module({module!r})\n"
         f"sys.executable = {str(python)!r}\n"
-        f"asyncio.run(test.cancel_both({str(tmp_path)!r}))"
+        f"asyncio.run(test.show_and_cancel({str(tmp_path)!r}))"
     )
     command = ["ip", "netns", "exec", client, sys.executable, "-c", body]
     # Left to itself, UCX finds out that both are processes of one machine.
@@ -74,10 +76,22 @@ def test_a_cancelled_call_ends_soon_and_for_good(hosts: tuple[str, str], tmp_pat
     assert done.returncode == 0, done.stderr
 
 
-async def cancel_both(directory: str) -> None:
+async def show_and_cancel(directory: str) -> None:
     volume = Pair(_BIG)
     await volume.start(directory)
-    link, pid = await volume.link(), volume.pid
+    link, pid = await volume.link(same_host=False), volume.pid
+    for move in (link.write, link.read):
+        some = Memory(_SOME, 5)
+        moving = asyncio.ensure_future(move([some.copy()]))
+        seen = {link.progress()}
+        while not moving.done():
+            await asyncio.wait([moving], timeout=0.02)
+            seen.add(link.progress())
+        await moving
+        assert len(seen) > 5, seen
+        idle = link.progress()
+        await asyncio.sleep(0)
+        assert link.progress() == idle
     for write in (True, False):
         volume.fill(7)
         mine = Memory(_BIG, 1)

@@ -83,7 +83,8 @@ class Connection:
 
         exposed = {one.segment: one for one in welcome.exposed}
         self._one_sided = bool(place.rdma_devices and welcome.place.rdma_devices)
-        self._engine = Engine(make, exposed, pins=self._pins, keep=fabric.kept())
+        slow = not (self._one_sided or self._context.same_host)
+        self._engine = Engine(make, exposed, pins=self._pins, keep=fabric.kept(), slow=slow)
         try:
             async with asyncio.timeout(_CONNECT_S):
                 await asyncio.wrap_future(self._engine.started)
@@ -120,6 +121,10 @@ class Connection:
     def kept(self) -> tuple[int, int, int]:
         """See :meth:`RdmaLink.kept`."""
         return self._engine.kept if self._engine is not None else (0, 0, 0)
+
+    def moved(self) -> int:
+        """How many parts of batches have arrived."""
+        return self._engine.moved if self._engine is not None else 0
 
     async def run(self, job: Job) -> None:
         """Run a batch to its end.

@@ -116,6 +116,7 @@ class Engine:
             until that dies, within ``keep``; all other is registered for each batch. If False, the
             agent has registered all there is.
         keep: bytes of memory that may stay registered, and how many pieces.
+        slow: bytes go through a network that may be slow.
     """
 
     def __init__(
@@ -125,17 +126,21 @@ class Engine:
         *,
         pins: bool,
         keep: tuple[int, int] = (0, 0),
+        slow: bool = False,
     ) -> None:
         self.exposed = exposed
         self._make = make
         self._pins = pins
         self._keep = keep
+        self._slow = slow
         self._waiting: deque[Job] = deque()
         self._lock = threading.Lock()
         # Dying owners of memory wake the thread, too. They must not take a lock, and need none.
         self._changed: SimpleQueue[None] = SimpleQueue()
         #: What is registered now: bytes, pieces, and how often any has been, since the beginning.
         self.kept = (0, 0, 0)
+        #: How many parts of batches have arrived.
+        self.moved = 0
         self._stopping = False
         self._draining = False
         #: Resolved with None when the agent has been destroyed: from then on nothing moves.
@@ -250,8 +255,7 @@ class Engine:
                 job.parts = self._begin(agent, job, kept)
             for flying in list(job.flying):
                 if flying.transfer.is_done():
-                    flying.transfer.release()
-                    job.flying.remove(flying)
+                    self._arrived(job, flying)
             if len(job.flying) < _AHEAD and not job.given_up:
                 self._start(agent, peer, job, job.parts)
             if job.flying:
@@ -273,8 +277,7 @@ class Engine:
             return True
         return False
 
-    @staticmethod
-    def _start(agent: Agent, peer: str, job: Job, parts: Iterator[layout.Part]) -> None:
+    def _start(self, agent: Agent, peer: str, job: Job, parts: Iterator[layout.Part]) -> None:
         part = next(parts, None)
         if part is None:
             job.all_started = True
@@ -285,8 +288,12 @@ class Engine:
         flying = _Flying(part.first, transfer)
         job.flying.append(flying)
         if transfer.start():
-            transfer.release()
-            job.flying.remove(flying)
+            self._arrived(job, flying)
+
+    def _arrived(self, job: Job, flying: _Flying) -> None:
+        flying.transfer.release()
+        job.flying.remove(flying)
+        self.moved += 1
 
     def _begin(self, agent: Agent, job: Job, kept: Registrations[object]) -> Iterator[layout.Part]:
         made = layout.table(job.copies, self.exposed)
@@ -299,7 +306,7 @@ class Engine:
             if job.held.missing:
                 for address, nbytes in layout.spans(made[job.held.missing]):
                     job.registered.append(agent.register(address, nbytes))
-        return layout.parts(made, self.exposed)
+        return layout.parts(made, self.exposed, layout.part_size(made, slow=self._slow))
 
     @staticmethod
     def _forget(agent: Agent, job: Job, kept: Registrations[object]) -> None:

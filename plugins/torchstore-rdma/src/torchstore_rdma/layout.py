@@ -16,10 +16,13 @@ from torchstore_core.contracts.transport import Copy
 from torchstore_core.errors import TransportError
 from torchstore_rdma.protocol import Exposed
 
-__all__ = ["PART", "Part", "lacking", "parts", "ranges", "spans", "table"]
+__all__ = ["PART", "Part", "lacking", "part_size", "parts", "ranges", "spans", "table"]
 
 #: Bytes of a part: what cannot be interrupted on one host. A row counts as some bytes, too.
 PART = 64 << 20
+# The same where a network may be slow. Only the end of a part shows that bytes move, so a batch has
+# several, and even one of megabytes a second reaches the next one soon.
+_MOST_SLOW, _LEAST_SLOW, _OF_BATCH = 16 << 20, 1 << 20, 16
 _ROW = 4096
 _PAGE = 4096
 
@@ -87,16 +90,27 @@ def lacking(made: Table, exposed: Mapping[int, Exposed]) -> int:
     return int(ends[beyond].max(initial=0))
 
 
-def parts(made: Table, exposed: Mapping[int, Exposed]) -> Iterator[Part]:
-    """Divide the copies into parts of about :data:`PART` bytes, in their order."""
-    made = _split(made)
+def part_size(made: Table, *, slow: bool) -> int:
+    """How many bytes a part of this batch should have, if the network may be slow or is not."""
+    if not slow:
+        return PART
+    return max(_LEAST_SLOW, min(int(_weights(made).sum()) // _OF_BATCH, _MOST_SLOW))
+
+
+def parts(made: Table, exposed: Mapping[int, Exposed], size: int = PART) -> Iterator[Part]:
+    """Divide the copies into parts of about ``size`` bytes, in their order."""
+    made = _split(made, size)
     if not len(made):
         return
-    weights = made[:, _ROWS] * (made[:, _NBYTES] + _ROW)
-    numbers = (np.cumsum(weights) - weights) // PART
+    weights = _weights(made)
+    numbers = (np.cumsum(weights) - weights) // size
     cuts = np.flatnonzero(np.diff(numbers)) + 1
     for some in np.split(made, cuts):
         yield _part(some, exposed)
+
+
+def _weights(made: Table) -> Any:
+    return made[:, _ROWS] * (made[:, _NBYTES] + _ROW)
 
 
 def ranges(made: Table) -> list[tuple[int, int]]:
@@ -117,35 +131,36 @@ def spans(made: Table) -> list[tuple[int, int]]:
     return [(int(starts[a]), int(ends[b] - starts[a])) for a, b in zip(fresh, lasts, strict=True)]
 
 
-def _split(made: Table) -> Table:
+def _split(made: Table, size: int) -> Table:
     """The same bytes, with no entry larger than a part, and no rows that overlap: the library
     refuses those.
     """
     overlapping = np.minimum(made[:, _STRIDE], made[:, _STEP]) < made[:, _NBYTES]
-    apart = overlapping | (made[:, _NBYTES] > PART)
-    made = _repeat(made, np.where(apart, made[:, _ROWS], 1), 1)
+    apart = overlapping | (made[:, _NBYTES] > size)
+    made = _repeat(made, np.where(apart, made[:, _ROWS], 1), 1, size)
     several = made[:, _ROWS] > 1
-    rows = np.maximum(PART // (made[:, _NBYTES] + _ROW), 1)
-    return _repeat(_repeat(made, np.where(several, -(-made[:, _ROWS] // rows), 1), rows), None, 0)
+    rows = np.maximum(size // (made[:, _NBYTES] + _ROW), 1)
+    made = _repeat(made, np.where(several, -(-made[:, _ROWS] // rows), 1), rows, size)
+    return _repeat(made, None, 0, size)
 
 
-def _repeat(made: Table, times: Any, rows: Any) -> Table:
-    """Divide each entry by rows (``times`` pieces of at most ``rows`` rows), or by bytes if
-    ``times`` is None.
+def _repeat(made: Table, times: Any, rows: Any, size: int) -> Table:
+    """Divide each entry by rows (``times`` pieces of at most ``rows`` rows), or by ``size`` bytes
+    if ``times`` is None.
     """
     by_bytes = times is None
     if by_bytes:
-        times = np.where(made[:, _ROWS] == 1, -(-made[:, _NBYTES] // PART), 1)
+        times = np.where(made[:, _ROWS] == 1, -(-made[:, _NBYTES] // size), 1)
     if not (times > 1).any():
         return made
     which = np.repeat(np.arange(len(made)), times)
     turn = np.arange(len(which)) - np.repeat(np.cumsum(times) - times, times)
     out, cut = made[which], (times > 1)[which]
     if by_bytes:
-        at = turn * PART
+        at = turn * size
         out[:, _ADDRESS] += at
         out[:, _OFFSET] += at
-        out[cut, _NBYTES] = np.minimum(out[:, _NBYTES] - at, PART)[cut]
+        out[cut, _NBYTES] = np.minimum(out[:, _NBYTES] - at, size)[cut]
     else:
         rows = np.broadcast_to(rows, len(made))[which]
         out[:, _ADDRESS] += turn * rows * out[:, _STRIDE]

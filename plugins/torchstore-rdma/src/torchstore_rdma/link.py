@@ -28,6 +28,7 @@ class RdmaLink(Link):
     def __init__(self, context: LinkContext) -> None:
         self._context = context
         self._connection: Connection | None = None
+        self._made = 0
         self._lock = threading.Lock()
         self._closed = False
 
@@ -53,6 +54,11 @@ class RdmaLink(Link):
         """Bytes and pieces of user memory that are registered now, and how often any has been."""
         connection = self._connection
         return connection.kept() if connection is not None else (0, 0, 0)
+
+    def progress(self) -> int:
+        """See ``SupportsProgress``."""
+        connection = self._connection
+        return self._made << 48 | (connection.moved() if connection is not None else 0)
 
     def close(self) -> None:
         with self._lock:
@@ -112,6 +118,7 @@ class RdmaLink(Link):
                 found = self._usable()
                 if found is None:
                     self._connection = made
+                    self._made += 1
                     return made
         except TransportError:
             made.close()
