@@ -24,6 +24,7 @@ from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.errors import StoreFullError
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.catalog import Catalog
+from torchstore_core.server.keeping.compaction import Compaction
 from torchstore_core.server.keeping.log import Log
 from torchstore_core.server.keeping.recorded import RecordedController
 from torchstore_core.server.keeping.recorded_holds import HOLDS
@@ -214,6 +215,36 @@ def test_memory_that_the_host_did_not_have_is_refused_again() -> None:
         session = controller.sessions[session.token]
         put(4, 4096)  # and it need not ask again
         log.close()
+
+
+def test_a_log_that_begins_with_a_large_state_is_not_written_anew_at_once() -> None:
+    """When the server comes back, that would cost the first requests most."""
+    with volumes(64 << 20) as there:
+        logs = [Log(), Log()]
+
+        def made(log: Log) -> RecordedController:
+            again = [VolumeRecord(v.info, v.memory, v.halves) for v in there]
+            one = RecordedController(log, again, singleton(), prefault=False)
+            one.restore()
+            return one
+
+        controller = made(logs[0])
+        session = controller.open_session(facts(), HERE)
+        for number in range(1, 400):
+            item = inline(f"k{number}", bytes(40_000))
+            controller.put(session, m.Put(number, number, [item]))
+        assert Compaction(made(logs[0]), lambda fd: None).is_due
+        controller.write_state(logs[1])
+        again = made(logs[1])
+        compaction = Compaction(again, lambda fd: None)
+        assert not compaction.is_due
+        session = again.sessions[session.token]
+        for number in range(400, 700):
+            item = inline(f"k{number}", bytes(40_000))
+            again.put(session, m.Put(number, number, [item]))
+        assert compaction.is_due
+        for log in logs:
+            log.close()
 
 
 @pytest.fixture

@@ -296,8 +296,6 @@ class Server:
         names = [name.removeprefix(_SESSION) for name in keeper.names() if _SESSION in name]
         self.returning.begin({int(name) for name in names})
         self._compaction = Compaction(controller, functools.partial(keeper.keep, "log"))
-        if keeper.life > 1 and self._compaction.is_due:
-            self._compaction.begin()
         if keeper.life > 1:
             took_s = time.monotonic() - begun
             journal.restored(len(controller.catalog.newest), len(controller.sessions), took_s)

@@ -44,7 +44,7 @@ class Compaction:
         self._new: Log | None = None
         self._mark = 0
         # Of the state that the log begins with, and of what had come behind it when one failed.
-        self._state_bytes = self._in_vain = 0
+        self._state_bytes, self._in_vain = controller.state_nbytes, 0
         self._spare: Log | None = None
 
     @property

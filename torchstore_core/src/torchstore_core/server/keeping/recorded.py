@@ -104,6 +104,7 @@ class RecordedController(Controller):
 
     Attributes:
         log: the one that it writes.
+        state_nbytes: how much of the log that was repeated is the state that it begins with.
         opened: the sessions that are open, by token, with their processes.
         results: of requests that were repeated, by token, and by the class of the request and its
             number, see :func:`number_of`. Of those alone that have one.
@@ -144,6 +145,7 @@ class RecordedController(Controller):
         if not log.nbytes:
             self.log.append(_BEGIN, 0, _encode(self.holds._number))
         self._next_serial = 1
+        self.state_nbytes = 0
         self._silent = False  # what happens now is part of something that is recorded
         self.opened: dict[bytes, Opened] = {}
         self.results: dict[bytes, dict[tuple[str, int], Repeated]] = {}
@@ -344,9 +346,11 @@ class RecordedController(Controller):
         Holds.end_due(self.holds, sessions, tickets)
 
     def _values_again(self, record: Record) -> None:
+        self.state_nbytes += len(record.body)
         self._restoring.add_values(record.body)
 
     def _state_again(self, record: Record) -> None:
+        self.state_nbytes += len(record.body)
         sessions, more = self._restoring.finish(record.body)
         self._next_serial = record.session
         self.results = more["results"]
