@@ -245,7 +245,7 @@ async def test_a_client_cannot_fill_the_server_with_handshakes(
         done = asyncio.Event()
         handshakes.settle(session, [(0, "")], done.set)
         await asyncio.wait_for(done.wait(), 10)
-        await until(lambda: not session.asking, 10)
+        await until(lambda: not session.handshakes_weight, 10)
         handshakes.answer(session, who, answered.put_nowait)
         assert isinstance(await answered.get(), Handshaken)
         assert 100 < len(replies) < 1000

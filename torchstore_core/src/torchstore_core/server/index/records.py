@@ -267,7 +267,7 @@ class SessionRecord(msgspec.Struct, eq=False):
     #: The id by which transports know the client, and the volumes whose server halves know it.
     peer: bytes = msgspec.field(default_factory=lambda: secrets.token_bytes(8))
     met: set[int] = set()
-    asking: int = 0  # the weight of its handshakes that are under way
+    handshakes_weight: int = 0  # of those that are under way
     ending: bool = False
     meets: bool = True  # whether it may make handshakes: until it, or its process, has ended
     opened: float = msgspec.field(default_factory=lambda: moments.monotonic())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import repeat
+from typing import NamedTuple
 
 import msgspec
 
@@ -81,6 +82,13 @@ class Run(msgspec.Struct, frozen=True, gc=False):
     inline: int
 
 
+class _Fragmented(NamedTuple):
+    """A volume that has enough free bytes, but no range for a value of so many."""
+
+    volume: int
+    nbytes: int
+
+
 class _Group:
     """Items that must be placed together, with the volumes for them, best first."""
 
@@ -135,14 +143,15 @@ def find_place(
         if not any(not known[at].lost for at in group.order):
             raise all_lost_error(strategy, volumes, group.order)
     copies = strategy_calls.copies(strategy)
-    limits: dict[int, int] = {}  # by fragmented volume: the value size from which it has no room
+    too_large: dict[int, int] = {}  # by fragmented volume: the value size from which it has no room
     while True:
-        assigned = _assign(groups, known, copies, limits)
+        assigned = _assign(groups, known, copies, too_large)
         if assigned is None:
             return None
-        runs = _allocated(assigned, volumes, limits)
-        if runs is not None:
+        runs = _allocated(assigned, volumes)
+        if not isinstance(runs, _Fragmented):
             return runs
+        too_large[runs.volume] = runs.nbytes
 
 
 def _groups(
@@ -175,7 +184,10 @@ def _groups(
 
 
 def _assign(
-    groups: Sequence[_Group], known: Sequence[VolumeFacts], copies: int, limits: Mapping[int, int]
+    groups: Sequence[_Group],
+    known: Sequence[VolumeFacts],
+    copies: int,
+    too_large: Mapping[int, int],
 ) -> dict[tuple[int, ...], list[_Group]] | None:
     """Assign the groups to volumes; None if there is not enough room for all of them."""
     room = {v.index: v.free_bytes for v in known if not v.lost}
@@ -187,7 +199,7 @@ def _assign(
         chosen: list[int] = []
         for at in order:
             need = group.placed if chosen else group.placed + group.inline
-            if need <= room[at] and not (largest and largest >= limits.get(at, largest + 1)):
+            if need <= room[at] and not (largest and largest >= too_large.get(at, largest + 1)):
                 room[at] -= need
                 chosen.append(at)
                 if len(chosen) == wanted:
@@ -201,11 +213,8 @@ def _assign(
 def _allocated(
     assigned: Mapping[tuple[int, ...], Sequence[_Group]],
     volumes: Sequence[VolumeRecord],
-    limits: dict[int, int],
-) -> list[Run] | None:
-    """Allocate memory for all groups. Returns None if a volume has no range that is large enough;
-    that volume is added to ``limits``.
-    """
+) -> list[Run] | _Fragmented:
+    """Allocate memory for all groups, or for none if a volume has no range that is large enough."""
     runs: list[Run] = []
     taken: list[tuple[VolumeRecord, list[int], list[int]]] = []
     for chosen, groups in assigned.items():
@@ -219,10 +228,9 @@ def _allocated(
         for index in chosen:
             offsets = volumes[index].allocator.allocate_all(placed, sizes)
             if offsets is None:
-                limits[index] = max(sizes)
                 for volume, pieces, nbytes in taken:
                     volume.allocator.free(zip(pieces, nbytes, strict=True))
-                return None
+                return _Fragmented(index, max(sizes))
             taken.append((volumes[index], offsets, sizes))
             copies.append((volumes[index], offsets))
         runs.append(Run(members, copies, placed, sum([group.inline for group in groups])))

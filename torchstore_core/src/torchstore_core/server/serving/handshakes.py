@@ -69,9 +69,9 @@ class Handshakes:
         if len(request.transport) > _MAX_NAME:
             raise ProtocolError(f"no transport has a name of {len(request.transport)} characters")
         weight = len(request.data) + _WEIGHT
-        if session.asking + weight > _MAX_ASKING:
+        if session.handshakes_weight + weight > _MAX_ASKING:
             raise TransportNotReadyError("this client has too many handshakes under way at once")
-        session.asking += weight
+        session.handshakes_weight += weight
         session.met.add(volume.index)
 
         async def work() -> None:
@@ -87,7 +87,7 @@ class Handshakes:
                 message, details = portable(error)
                 reply(m.Failure(request.id, error.code, message, None, details))
             finally:
-                session.asking -= weight
+                session.handshakes_weight -= weight
 
         self._spawn(work())
 
