@@ -11,7 +11,7 @@ from torchstore_core.errors import ProtocolError
 from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
-from torchstore_core.wire.columns import Kind, in_a_row, kinds_of, pack, spread, unpack
+from torchstore_core.wire.columns import Kind, in_a_row, kinds_of, pack, rounded_sum, spread, unpack
 from torchstore_core.wire.framing import HEADER, decode_request, encode
 
 METAS = [TensorMeta("uint8", (size,)) for size in range(600)]
@@ -34,6 +34,13 @@ def test_many_kinds_take_more_than_a_byte() -> None:
     kinds, of = kinds_of(METAS, range(600))
     assert len(of) == 4 * 600
     assert list(m.ItemColumns(["k"] * 600, kinds, of).kind_of()) == list(range(600))
+
+
+def test_tensors_of_one_description_but_other_sizes_are_of_other_kinds() -> None:
+    """Which only a client that is broken sends; its values must not be taken for larger ones."""
+    metas = [TensorMeta("uint8", (4,)) for _ in range(3)]
+    kinds, of = kinds_of(metas, [4, 8, 4])
+    assert (kinds, list(of)) == ([Kind(metas[0], 4), Kind(metas[0], 8)], [0, 1, 0])
 
 
 @pytest.mark.parametrize(
@@ -63,11 +70,15 @@ def test_numbers_are_packed(numbers: list[int]) -> None:
             unpack(pack(numbers)[1:])
 
 
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=50))
+_ONE_SIZE = st.builds(lambda size, count: [size] * count, st.integers(1, 300), st.integers(1, 50))
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=50) | _ONE_SIZE)
 def test_values_in_a_row_lie_where_the_allocator_puts_them(sizes: list[int]) -> None:
     allocator = Allocator(1 << 20)
     one_by_one = [allocator.allocate(size) for size in [1000, *sizes]]
     assert in_a_row(1024, sizes) == one_by_one[1:]
+    assert rounded_sum(sizes) == allocator.used - 1024
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1 << 40)), min_size=1))
