@@ -114,6 +114,7 @@ async def keep() -> None:
     assert again != pid
     assert torch.equal(mapped, VALUE + 1 - RANK)
     assert (await ts.put(f"of {RANK}", VALUE)).version == 2
+    await ts.wait(f"of {1 - RANK}", min_version=2)
     assert torch.equal(await ts.get(f"of {1 - RANK}"), VALUE)
     say("server", pid=again, address=await ts.address())
     await ts.put(f"ready {RANK}", 1)
