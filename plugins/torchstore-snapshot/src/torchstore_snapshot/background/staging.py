@@ -8,6 +8,7 @@ import os
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
 import torch
 
 import torchstore_core as ts
@@ -105,19 +106,31 @@ def begin(agreed: Agreed, memory_budget: int | None) -> Future[None]:
 
     Raises:
         LayoutMismatchError: the ranks contradict each other.
+        RankFailedError: another rank has failed, or died.
         StoreFullError: not even a part of it fits into the store.
         SnapshotWriterError: the writer process has ended.
     """
     stage = _Stage(agreed)
+    error: BaseException | None = None
     limit = int(available_memory() * _SHARE) if memory_budget is None else memory_budget
     try:
-        stage.join(the_writer())
+        try:
+            stage.join(the_writer())
+        except BaseException as caught:  # noqa: BLE001 - the other ranks must hear of it
+            error = caught
+        # If a rank dies before its writer knows of the take, only this can tell the others; later
+        # on, its writer does.
+        agreed.ranks.exchange(_Joined(), _Joined, error)
         # A store of its own has as much memory ready as takes need, but none beyond a budget.
         stage.write(plan(agreed), limit, prefault=memory_budget is None)
     except BaseException as error:
         stage.give_up(f"{type(error).__name__}: {error}")
         raise
     return stage.outcome
+
+
+class _Joined(msgspec.Struct, array_like=True):
+    """That the writer of a rank knows of the take."""
 
 
 class _Stage:
