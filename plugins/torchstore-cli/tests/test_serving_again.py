@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,9 +49,15 @@ def is_there(pid: int) -> bool:
         return False
 
 
-async def test_clients_go_on_when_the_server_is_killed(tmp_path: Path) -> None:
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """For sockets, which have short paths: not in ``tmp_path``. It does not exist yet."""
+    with tempfile.TemporaryDirectory(prefix="ts-") as folder:
+        yield Path(folder) / "sockets"
+
+
+async def test_clients_go_on_when_the_server_is_killed(tmp_path: Path, directory: Path) -> None:
     """Also what is on disk is there again; and the user's directory stays in the end."""
-    directory = tmp_path / "sockets"
     directory.mkdir(mode=0o700)
     (directory / "other").write_text("not the store's")
     with serving("--directory", str(directory), "--spill", str(tmp_path / "disk")) as (
@@ -112,8 +119,7 @@ def test_why_it_cannot_start(arguments: tuple[str, ...], code: str) -> None:
 
 
 @pytest.mark.soak
-async def test_a_server_that_dies_again_and_again_is_given_up(tmp_path: Path) -> None:
-    directory = tmp_path / "sockets"
+async def test_a_server_that_dies_again_and_again_is_given_up(directory: Path) -> None:
     with serving("--directory", str(directory)) as (process, ready):
         keeper = parent_of(ready["pid"])
         while process.poll() is None:

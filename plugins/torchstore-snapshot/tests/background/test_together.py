@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,13 @@ import pytest
 import torch
 
 from torchstore_snapshot import RankFailedError, Snapshot, StateDict, TakeLostError
+from torchstore_snapshot.background import rendezvous
 from torchstore_snapshot.background.rendezvous import commit_together, report_failure
 from torchstore_snapshot.format.manifest import DataFile
 from torchstore_snapshot.format.paths import new_take_id
 from torchstore_snapshot.storage.opening import open_storage
 from torchstore_snapshot.taking.merging import Part
-from torchstore_snapshot.taking.take import TakeOptions
+from torchstore_snapshot.taking.take import TakeOptions, commit
 
 OPTIONS = TakeOptions(overwrite=True, fsync=False)
 
@@ -43,9 +46,12 @@ class Waits:
         except BaseException as error:
             self.result.set_exception(error)
 
+    def join(self, timeout: float | None = None) -> None:
+        self._thread.join(timeout)
+
     def end(self) -> None:
         self.go.set()
-        self._thread.join()
+        self.join()
         self.result.result(0)
 
 
@@ -63,6 +69,36 @@ def test_a_rank_hears_of_a_commit_that_was_replaced_since(tmp_path: Path) -> Non
     Snapshot.take(folder, {"m": StateDict(w=torch.ones(3))}, overwrite=True, fsync=False)
     slow.end()
     assert not [path.name for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def test_a_rank_that_sees_the_commit_before_it_is_told_leaves_no_report(tmp_path: Path) -> None:
+    take = new_take_id()
+    open_storage(tmp_path / "s").prepare(durable=False)
+    slow = Waits(tmp_path / "s", take)
+
+    @contextmanager
+    def committing() -> Iterator[None]:
+        yield
+        slow.go.set()  # the manifest is there, and rank 0 has told nobody yet
+        slow.join(1)
+
+    storage = open_storage(tmp_path / "s")
+    commit_together(storage, take, part(0), 2, OPTIONS, 20.0, None, committing())
+    slow.end()
+    assert not [path.name for path in (tmp_path / "s").iterdir() if path.name.startswith(".")]
+
+
+def test_a_rank_that_is_never_told_believes_the_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "_TOLD_S", 0.2)
+    take = new_take_id()
+    storage = open_storage(tmp_path / "s")
+    storage.prepare(durable=False)
+    slow = Waits(tmp_path / "s", take)
+    commit(storage, take, [part(0), part(1)], OPTIONS)
+    slow.end()
+    assert not [path.name for path in (tmp_path / "s").iterdir() if path.name.startswith(".")]
 
 
 def test_a_rank_hears_that_rank_0_failed(tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ _LATE = "timeout"
 
 _PAUSE_S = 0.02
 _PAUSE_MAX_S = 1.0
+# Seconds that a rank which sees that the take is committed waits for rank 0 to say so, too.
+_TOLD_S = 10.0
 
 
 class _Report(msgspec.Struct):
@@ -147,13 +149,16 @@ class _Waiting:
 
     def for_commit(self, own: int, nbytes: int) -> None:
         """Return when rank 0 says that it has committed. It says so in the file of this rank,
-        because the manifest may be that of a later take by the time that this one looks.
+        because the manifest may be that of a later take by the time that this one looks. If this
+        rank sees the manifest first, it waits nevertheless: the file would come back after it was
+        removed. Unless rank 0 says nothing, because it was killed.
 
         Args:
             own: this rank.
             nbytes: the size of what it has reported.
         """
         name = part_file(self._take, own)
+        told_by: float | None = None  # the manifest is there: when this is over, at the latest
         while True:
             files = self._files()
             mine = files.get(name)
@@ -162,9 +167,14 @@ class _Waiting:
                 if report is not None and report.committed:
                     self._storage.delete(name)
                     return
-            if self._new(files, MANIFEST) and self._committed():
-                self._storage.delete(name)
-                return
+            if told_by is None and self._new(files, MANIFEST) and self._committed():
+                told_by = time.monotonic() + _TOLD_S
+            if told_by is not None:
+                if mine is None or time.monotonic() > told_by:
+                    self._storage.delete(name)
+                    return
+                time.sleep(_PAUSE_S)
+                continue
             if mine is None:
                 raise TakeLostError(
                     f"what rank {own} had reported of the take {self._take} at "
