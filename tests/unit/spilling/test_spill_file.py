@@ -37,7 +37,7 @@ def _moves(memory: int, file: SpillFile, at: int, to: int, nbytes: int) -> None:
     os.pwrite(memory, content, at)
     extent = file.reserve(at % 4096, nbytes)
     assert extent is not None
-    assert extent.offset % 4096 == 0
+    assert extent.runs[0][0] % 4096 == 0
     sums = file.write(memory, at, extent)
     start = max(to - 5000, 0)
     before, after = to - start, min(5000, CAPACITY - to - nbytes)
@@ -75,6 +75,47 @@ def test_the_end_of_the_segment(memory: int, file: SpillFile) -> None:
     _moves(memory, file, CAPACITY - 6400, CAPACITY - 6400, 6400)
 
 
+def test_room_in_several_places_is_room(memory: int, tmp_path: Path) -> None:
+    """Every second value goes; what is then written fills the gaps, across pieces."""
+    gaps = [4096, 16 << 10, 5 << 20, PIECE, 12 << 10]
+    file = SpillFile(str(tmp_path), sum(gaps) + 4096 * len(gaps))
+    try:
+        between, freed = [], []
+        for nbytes in gaps:
+            freed.append(file.reserve(0, nbytes))
+            between.append(file.reserve(0, 4096))
+        os.pwrite(memory, _FILLED * 4096, 0)
+        sums_between = [file.write(memory, 0, one) for one in between if one is not None]
+        for one in freed:
+            assert one is not None
+            file.release(one)
+        nbytes = sum(gaps) - 64
+        content = os.urandom(nbytes)
+        os.pwrite(memory, content, 64)
+        extent = file.reserve(64, nbytes)
+        assert extent is not None
+        assert len(extent.runs) == len(gaps)
+        assert file.free == 0
+        assert file.reserve(0, 1) is None
+        sums = file.write(memory, 64, extent)
+        for to in (64, 4096 + 64, 8192):  # in place, and through a buffer
+            file.read(memory, to, extent, sums)
+            assert os.pread(memory, nbytes, to) == content
+        later = SpillFile(str(tmp_path), file.capacity, os.dup(file.fd))  # as after a restart
+        later.occupy([extent, *[one for one in between if one is not None]])
+        assert later.free == 0
+        later.close()
+        for one, sums in zip(between, sums_between, strict=True):
+            assert one is not None
+            file.read(memory, 0, one, sums)
+            assert os.pread(memory, 4096, 0) == _FILLED * 4096
+            file.release(one)
+        file.release(extent)
+        assert file.used == 0
+    finally:
+        file.close()
+
+
 def test_every_byte_counts(memory: int, file: SpillFile) -> None:
     os.pwrite(memory, bytes(20_000), 64)
     extent = file.reserve(64, 20_000)
@@ -83,11 +124,11 @@ def test_every_byte_counts(memory: int, file: SpillFile) -> None:
     name = f"/proc/self/fd/{file.fd}"
     for at in (64, 4096, 20_063):
         with open(name, "r+b", buffering=0) as opened:
-            opened.seek(extent.offset + at)
+            opened.seek(extent.runs[0][0] + at)
             opened.write(b"\1")
             with pytest.raises(DamagedError, match="checksum"):
                 file.read(memory, 1 << 20, extent, sums)
-            opened.seek(extent.offset + at)
+            opened.seek(extent.runs[0][0] + at)
             opened.write(b"\0")
             file.read(memory, 1 << 20, extent, sums)
     file.release(extent)

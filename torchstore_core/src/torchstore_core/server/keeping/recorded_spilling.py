@@ -35,7 +35,7 @@ class _Dropped(msgspec.Struct, array_like=True, tag=0):
     """The memory of values was freed; where each lies on disk, and its checksums."""
 
     numbers: list[int]
-    extents: list[tuple[int, int, int]]
+    extents: list[Extent]
     sums: list[list[int]]
 
 
@@ -74,6 +74,8 @@ class _Read(msgspec.Struct, array_like=True, tag=5):
 _Step = _Dropped | _Evicted | _Reading | _Ended | _Left | _Read
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Step).decode
+_decode_extent = msgspec.msgpack.Decoder(Extent).decode
+_NOWHERE = Extent((), 0, 0)
 
 
 class RecordedSpilling(Spilling):
@@ -182,8 +184,7 @@ class RecordedSpilling(Spilling):
 
     def _drop(self, clean: Sequence[Tracked]) -> None:
         if not self._repeats:
-            extents = [one.extent for one in clean if one.extent is not None]
-            where = [(at.offset, at.head, at.nbytes) for at in extents]
+            where = [one.extent for one in clean if one.extent is not None]
             numbers = [one.number for one in clean]
             self._record(_encode(_Dropped(numbers, where, [one.sums for one in clean])))
         super()._drop(clean)
@@ -191,7 +192,7 @@ class RecordedSpilling(Spilling):
     def _drop_again(self, step: _Dropped) -> None:
         dropped = [self._numbered[number] for number in step.numbers]
         for one, extent, sums in zip(dropped, step.extents, step.sums, strict=True):
-            one.extent, one.sums = Extent(*extent), sums
+            one.extent, one.sums = extent, sums
         self._drop(dropped)
 
     def _evict_these(self, found: Sequence[Tracked]) -> None:
@@ -290,13 +291,13 @@ class RecordedSpilling(Spilling):
     def _set_away(
         self,
         tracked: Tracked,
-        extent: tuple[int, int, int],
+        extent: bytes,
         sums: list[int],
         place: tuple[int, int] | None,
         failure: str,
         is_damaged: bool,
     ) -> None:
-        tracked.extent, tracked.sums = Extent(*extent), sums
+        tracked.extent, tracked.sums = _decode_extent(extent), sums
         tracked.failure, tracked.is_damaged = failure, is_damaged
         self.values.move(tracked, State.ON_DISK)
         if place is not None and self._mover is not None:
@@ -304,8 +305,7 @@ class RecordedSpilling(Spilling):
 
 
 def _away(one: Tracked) -> tuple[Any, ...]:
-    extent = one.extent
-    where = (0, 0, 0) if extent is None else (extent.offset, extent.head, extent.nbytes)
+    where = _encode(one.extent or _NOWHERE)
     place = one.place if one.state is State.READING else None
     return where, one.sums, place, one.failure, one.is_damaged
 

@@ -14,7 +14,7 @@ from torchstore_core.reports.units import human_bytes
 from torchstore_core.server.memory.allocator import ALIGNMENT, Allocator, rounded
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.spilling.policy import Residency, State, Tracked
-from torchstore_core.server.spilling.spill_file import DamagedError, Extent, SpillFile
+from torchstore_core.server.spilling.spill_file import DamagedError, SpillFile, spanned
 from torchstore_core.server.spilling.workers import Workers
 
 __all__ = ["Mover"]
@@ -112,14 +112,16 @@ class Mover:
         if time.monotonic() < self._paused_until:
             return
         values = self._values
+        wanted = nbytes - values.bytes_of[State.WRITING]
+        found = values.oldest(State.DIRTY, wanted, self._fits)
+        if not found and at_any_price:
+            found = self._give_up_copies()
         batch: list[Tracked] = []
         size = 0
-        for tracked in values.oldest(State.DIRTY, nbytes - values.bytes_of[State.WRITING]):
-            extent = self._extent(tracked, at_any_price)
-            if extent is None:
-                full = human_bytes(self.file.capacity)
-                self._pause(f"its capacity of {full} is used up (see spill_capacity=)")
-                break
+        for tracked in found:
+            extent = self.file.reserve(tracked.value.offset % _PAGE, tracked.value.nbytes)
+            if extent is None:  # those before it took the room
+                continue
             tracked.extent = extent
             values.move(tracked, State.WRITING)
             batch.append(tracked)
@@ -129,22 +131,29 @@ class Mover:
                 batch, size = [], 0
         if batch:
             self._submit(batch)
+        if not found and values.oldest(State.DIRTY, wanted):
+            full = human_bytes(self.file.capacity)
+            self._pause(f"its capacity of {full} is used up (see spill_capacity=)")
 
-    def _extent(self, tracked: Tracked, at_any_price: bool) -> Extent | None:
+    def _fits(self, tracked: Tracked, more: int = 0) -> bool:
+        """Whether the file has room for a value, if ``more`` bytes are freed there."""
         value = tracked.value
-        head = value.offset % _PAGE
-        extent = self.file.reserve(head, value.nbytes)
-        if extent is not None or not at_any_price:
-            return extent
-        for clean in self._values.newest(State.CLEAN):
-            if clean.extent is not None:
-                self.file.release(clean.extent)
-                clean.extent = None
-            self._values.move(clean, State.DIRTY)
-            extent = self.file.reserve(head, value.nbytes)
-            if extent is not None:
-                return extent
-        return None
+        return spanned(value.offset % _PAGE, value.nbytes) <= self.file.free + more
+
+    def _give_up_copies(self) -> list[Tracked]:
+        """Make room in the file for the least recently used value for which that is possible, by
+        giving up copies of values that are in memory; the most recently used first.
+        """
+        values = self._values
+        copies = list(values.newest(State.CLEAN))
+        freed = sum(one.extent.span for one in copies if one.extent is not None)
+        found = values.oldest(State.DIRTY, 1, lambda tracked: self._fits(tracked, freed))
+        for clean in copies if found else ():
+            if self._fits(found[0]):
+                break
+            self._discard(clean)
+            values.move(clean, State.DIRTY)
+        return found
 
     def _submit(self, batch: list[Tracked]) -> None:
         places = [(t, *t.value.places[0], t.extent) for t in batch]

@@ -211,6 +211,11 @@ class Residency:
         states = (State.ON_DISK, State.READING, State.CLEAN)
         return max((t.nbytes for t in self._tracked.values() if t.state in states), default=0)
 
+    def disposable(self) -> Iterator[Tracked]:
+        """The values whose memory can be freed at once, when nobody reads them any more."""
+        for state in (State.CLEAN, State.CACHED):
+            yield from self._by_use[state].values()
+
     def newest(self, state: State) -> Iterator[Tracked]:
         """The values in this state, the most recently used first."""
         return iter(list(reversed(self._by_use[state].values())))

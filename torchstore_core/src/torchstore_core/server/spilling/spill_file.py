@@ -16,7 +16,7 @@ import logging
 import mmap
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -40,16 +40,17 @@ class DamagedError(OSError):
     """What was read is not what was written."""
 
 
-class Extent(msgspec.Struct, frozen=True, gc=False):
+class Extent(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Where a value lies in the file.
 
     Args:
-        offset: a multiple of the page size.
+        runs: the parts of the file that hold its pages one after the other, as (offset, bytes), in
+            whole pages: one, unless there was room only in several places.
         head: bytes of the first page that precede the value.
         nbytes: of the value.
     """
 
-    offset: int
+    runs: tuple[tuple[int, int], ...]
     head: int
     nbytes: int
 
@@ -57,6 +58,22 @@ class Extent(msgspec.Struct, frozen=True, gc=False):
     def span(self) -> int:
         """Bytes of the file that it takes: whole pages."""
         return spanned(self.head, self.nbytes)
+
+    def within(self, at: int, nbytes: int) -> Iterator[tuple[int, int]]:
+        """The parts of the file, as (offset, bytes), that hold these bytes of the extent.
+
+        >>> list(Extent(((8192, 4096), (0, 8192)), 0, 12288).within(2048, 4096))
+        [(10240, 2048), (0, 2048)]
+        """
+        for offset, size in self.runs:
+            if at < size:
+                here = min(nbytes, size - at)
+                yield offset + at, here
+                nbytes -= here
+                at = size
+            if not nbytes:
+                return
+            at -= size
 
 
 def spanned(head: int, nbytes: int) -> int:
@@ -130,22 +147,37 @@ class SpillFile:
         return self._allocator.free_bytes
 
     def reserve(self, head: int, nbytes: int) -> Extent | None:
-        """Reserve room for a value; None if the capacity is used up."""
+        """Reserve room for a value, in one place if there is one that is large enough; None if the
+        capacity is used up.
+        """
         span = spanned(head, nbytes)
-        offset = self._allocator.allocate(span)
-        if offset is None:
+        if span > self.free:
             return None
-        self._written_end = max(self._written_end, offset + span)
-        return Extent(offset, head, nbytes)
+        whole = self._allocator.allocate(span)
+        runs = [(whole, span)] if whole is not None else self._gather(span)
+        self._written_end = max(self._written_end, *(sum(run) for run in runs))
+        return Extent(tuple(runs), head, nbytes)
+
+    def _gather(self, span: int) -> list[tuple[int, int]]:
+        """Allocate the largest free ranges that have ``span`` bytes together."""
+        runs: list[tuple[int, int]] = []
+        for _, size in sorted(self._allocator.free_ranges(), key=lambda one: -one[1]):
+            offset = self._allocator.allocate(min(size, span))
+            if offset is not None:
+                runs.append((offset, min(size, span)))
+                span -= runs[-1][1]
+            if not span:
+                break
+        return runs
 
     def occupy(self, extents: Iterable[Extent]) -> None:
         """Only these parts of the file of an earlier life are in use."""
         free: list[tuple[int, int]] = []
         end = 0
-        for extent in sorted(extents, key=lambda one: one.offset):
-            if extent.offset > end:
-                free.append((end, extent.offset - end))
-            end = extent.offset + extent.span
+        for offset, size in sorted(run for extent in extents for run in extent.runs):
+            if offset > end:
+                free.append((end, offset - end))
+            end = offset + size
         capacity = self._allocator.capacity
         if capacity > end:
             free.append((end, capacity - end))
@@ -154,7 +186,7 @@ class SpillFile:
 
     def release(self, extent: Extent) -> None:
         """Let the room of a value be used again."""
-        self._allocator.free([(extent.offset, extent.span)])
+        self._allocator.free(extent.runs)
 
     def take_tail(self) -> tuple[int, int] | None:
         """Reserve what was written once, but is not in use now, at the end of the file: its offset
@@ -193,7 +225,7 @@ class SpillFile:
             view, address = _mapped(memory, start, nbytes)
             try:
                 sums.append(checksum(_own(view, extent, at, nbytes)))
-                _write_all(self.fd, view, extent.offset + at)
+                self._write(view, extent, at)
             finally:
                 view.release()
                 unmap(address, nbytes)
@@ -241,16 +273,16 @@ class SpillFile:
         last = max(last, first)
         if last > first:
             populate_write(address + first, last - first)
-            _read_all(self.fd, view[first:last], extent.offset + at + first)
+            self._read(view[first:last], extent, at + first)
         if not first and last == nbytes:
             return
         with mmap.mmap(-1, _PAGE) as page, memoryview(page) as edge:
             if first:
                 end = min(_PAGE, tail)
-                _read_all(self.fd, edge, extent.offset + at)
+                self._read(edge, extent, at)
                 view[extent.head : end] = edge[extent.head : end]
             if last < tail:
-                _read_all(self.fd, edge, extent.offset + at + last)
+                self._read(edge, extent, at + last)
                 view[last:tail] = edge[: tail - last]
 
     def _read_through_buffer(
@@ -260,10 +292,24 @@ class SpillFile:
         with mmap.mmap(-1, PIECE) as buffer, memoryview(buffer) as whole:
             for (at, nbytes), expected in zip(_pieces(extent)[pieces], sums[pieces], strict=True):
                 with whole[:nbytes] as view, _own(view, extent, at, nbytes) as own:
-                    _read_all(self.fd, view, extent.offset + at)
+                    self._read(view, extent, at)
                     if checksum(own) != expected:
                         raise DamagedError(errno.EIO, "its bytes do not match their checksum")
                     _write_all(memory, own, offset + max(0, at - extent.head))
+
+    def _write(self, view: memoryview, extent: Extent, at: int) -> None:
+        """Write whole pages of a value, from position ``at`` of its extent."""
+        done = 0
+        for offset, nbytes in extent.within(at, len(view)):
+            _write_all(self.fd, view[done : done + nbytes], offset)
+            done += nbytes
+
+    def _read(self, view: memoryview, extent: Extent, at: int) -> None:
+        """Read whole pages of a value, from position ``at`` of its extent."""
+        done = 0
+        for offset, nbytes in extent.within(at, len(view)):
+            _read_all(self.fd, view[done : done + nbytes], offset)
+            done += nbytes
 
     def stop(self) -> None:
         """Have reads and writes that are under way fail soon, because the server ends."""

@@ -170,8 +170,9 @@ class Spilling:
             leased = sum(v.leased for v in self._volumes)
             raise StoreFullError(
                 f"{count} ({nbytes:,} bytes) cannot be brought back from disk, because memory of "
-                f"{self._capacity:,} bytes has no room: readers hold {leased:,}. Get fewer values "
-                "at once, or drop tensors that zero-copy gets returned",
+                f"{self._capacity:,} bytes has no room: readers hold {leased:,}, and the largest "
+                f"range without values that have to stay has {self._range_left(0):,}. Get fewer "
+                "values at once, drop tensors that zero-copy gets returned, or delete keys",
                 key=values[0].key,
                 details={
                     "capacity_bytes": self._capacity,
@@ -249,7 +250,10 @@ class Spilling:
 
     def leaves_room(self, nbytes: int) -> bool:
         """Whether values on disk can still be brought back after a put of so many bytes. While the
-        disk takes more, they always can.
+        disk takes more, they can: others are written there instead. When it is full, a range of
+        memory has to be left for the largest of them. (It can still be lost, because what stays in
+        memory depends on what is read meanwhile; then the get of such a value is refused until
+        something is deleted.)
 
         Raises:
             Delayed: it is being tried whether the disk takes more now.
@@ -258,16 +262,26 @@ class Spilling:
         if mover is None or (mover.file.free >= self._capacity and not mover.trouble):
             return True
         largest = self.values.largest_on_disk()
-        if mover.file.free >= 2 * largest and not mover.trouble:
+        if mover.file.free >= 4 * largest and not mover.trouble:
             return True
-        of = self.values.bytes_of
-        there = sum(v.free for v in self._volumes) + of[State.CLEAN] + of[State.CACHED]
-        if there - nbytes >= largest:
+        if self._range_left(nbytes) >= largest:
             return True
         mover.write(nbytes)
-        if of[State.WRITING]:
+        if self.values.bytes_of[State.WRITING]:
             raise self._delayed(f"memory was full, and so was {mover.file.directory!r}")
         return False
+
+    def _range_left(self, nbytes: int) -> int:
+        """Bytes of the largest range of memory that can be free after a put of so many."""
+        free = [
+            (volume.index, offset, size)
+            for volume in self._volumes
+            if not volume.lost
+            for offset, size in volume.allocator.free_ranges()
+        ]
+        for tracked in self.values.disposable():
+            free += [(volume, at, tracked.nbytes) for volume, at in tracked.value.places]
+        return _left_over(free, nbytes)
 
     def _delayed(self, why: str) -> Delayed:
         return Delayed(why, self._add)
@@ -406,3 +420,25 @@ class Spilling:
             text += ", and what is left in memory is pinned or being used"
         details = {**error.details, "spilled_bytes": of[State.ON_DISK], "spill": trouble}
         return StoreFullError(f"{error.message}. {text}", key=error.key, details=details)
+
+
+def _left_over(ranges: Iterable[tuple[int, int, int]], nbytes: int) -> int:
+    """The length of the longest range that is left when ``nbytes`` have been put where it is worst:
+    at the beginning of any of these ranges (volume, offset, length), of which some touch.
+
+    >>> _left_over([(0, 0, 64), (0, 64, 64)], 64), _left_over([(0, 0, 64), (0, 64, 128)], 64)
+    (64, 64)
+    """
+    gaps: list[tuple[int, list[int]]] = []  # each with where its parts begin, and its end
+    for volume, offset, size in sorted(ranges):
+        if gaps and gaps[-1][0] == volume and gaps[-1][1][-1] == offset:
+            gaps[-1][1].append(offset + size)
+        else:
+            gaps.append((volume, [offset, offset + size]))
+    lengths = sorted([at[-1] - at[0] for _, at in gaps], reverse=True)
+    if not lengths:
+        return 0
+    longest = next(at for _, at in gaps if at[-1] - at[0] == lengths[0])
+    start, end = longest[0], longest[-1]
+    split = [max(at - start, end - at - nbytes) for at in longest[:-1] if at + nbytes <= end]
+    return max([min(split, default=end - start), *lengths[1:2]])
