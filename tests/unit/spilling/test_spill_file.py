@@ -12,16 +12,20 @@ from hypothesis import strategies as st
 
 from torchstore_core.server.memory.segment import open_memory
 from torchstore_core.server.spilling.checksums import checksum
+from torchstore_core.server.spilling.mapped import KEPT, MappedSegment
 from torchstore_core.server.spilling.spill_file import PIECE, DamagedError, SpillFile
 
 CAPACITY = 64 << 20
 _FILLED = b"\xaa"
 
 
-@pytest.fixture(scope="module")
-def memory() -> Iterator[int]:
+@pytest.fixture(scope="module", params=[KEPT, 0], ids=["small", "large"])
+def memory(request: pytest.FixtureRequest) -> Iterator[MappedSegment]:
+    """A segment whose pages stay mapped, and one that is too large for that."""
     fd = open_memory("test", CAPACITY)
-    yield fd
+    mapped = MappedSegment(fd, request.param)
+    yield mapped
+    mapped.close()
     os.close(fd)
 
 
@@ -32,18 +36,18 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpillFile]:
     made.close()
 
 
-def _moves(memory: int, file: SpillFile, at: int, to: int, nbytes: int) -> None:
+def _moves(memory: MappedSegment, file: SpillFile, at: int, to: int, nbytes: int) -> None:
     content = os.urandom(nbytes)
-    os.pwrite(memory, content, at)
+    os.pwrite(memory.fd, content, at)
     extent = file.reserve(at % 4096, nbytes)
     assert extent is not None
     assert extent.runs[0][0] % 4096 == 0
     sums = file.write(memory, at, extent)
     start = max(to - 5000, 0)
     before, after = to - start, min(5000, CAPACITY - to - nbytes)
-    os.pwrite(memory, _FILLED * (before + nbytes + after), start)
+    os.pwrite(memory.fd, _FILLED * (before + nbytes + after), start)
     file.read(memory, to, extent, sums)
-    found = os.pread(memory, before + nbytes + after, start)
+    found = os.pread(memory.fd, before + nbytes + after, start)
     assert found == _FILLED * before + content + _FILLED * after
     file.release(extent)
     assert file.used == 0
@@ -61,21 +65,25 @@ def _moves(memory: int, file: SpillFile, at: int, to: int, nbytes: int) -> None:
     st.integers(0, 200).map(lambda line: line * 64),
     st.integers(1, 20_000),
 )
-def test_small_values_anywhere(memory: int, file: SpillFile, at: int, to: int, nbytes: int) -> None:
+def test_small_values_anywhere(
+    memory: MappedSegment, file: SpillFile, at: int, to: int, nbytes: int
+) -> None:
     _moves(memory, file, at, (1 << 20) + to, nbytes)
 
 
 @pytest.mark.parametrize("nbytes", [PIECE - 64, PIECE, PIECE + 1, 2 * PIECE + 4097])
 @pytest.mark.parametrize(("at", "to"), [(0, 0), (4096, 8192), (64, 64 + 4096), (4032, 128)])
-def test_large_values_anywhere(memory: int, file: SpillFile, at: int, to: int, nbytes: int) -> None:
+def test_large_values_anywhere(
+    memory: MappedSegment, file: SpillFile, at: int, to: int, nbytes: int
+) -> None:
     _moves(memory, file, at, (32 << 20) + to, nbytes)
 
 
-def test_the_end_of_the_segment(memory: int, file: SpillFile) -> None:
+def test_the_end_of_the_segment(memory: MappedSegment, file: SpillFile) -> None:
     _moves(memory, file, CAPACITY - 6400, CAPACITY - 6400, 6400)
 
 
-def test_room_in_several_places_is_room(memory: int, tmp_path: Path) -> None:
+def test_room_in_several_places_is_room(memory: MappedSegment, tmp_path: Path) -> None:
     """Every second value goes; what is then written fills the gaps, across pieces."""
     gaps = [4096, 16 << 10, 5 << 20, PIECE, 12 << 10]
     file = SpillFile(str(tmp_path), sum(gaps) + 4096 * len(gaps))
@@ -84,14 +92,14 @@ def test_room_in_several_places_is_room(memory: int, tmp_path: Path) -> None:
         for nbytes in gaps:
             freed.append(file.reserve(0, nbytes))
             between.append(file.reserve(0, 4096))
-        os.pwrite(memory, _FILLED * 4096, 0)
+        os.pwrite(memory.fd, _FILLED * 4096, 0)
         sums_between = [file.write(memory, 0, one) for one in between if one is not None]
         for one in freed:
             assert one is not None
             file.release(one)
         nbytes = sum(gaps) - 64
         content = os.urandom(nbytes)
-        os.pwrite(memory, content, 64)
+        os.pwrite(memory.fd, content, 64)
         extent = file.reserve(64, nbytes)
         assert extent is not None
         assert len(extent.runs) == len(gaps)
@@ -100,7 +108,7 @@ def test_room_in_several_places_is_room(memory: int, tmp_path: Path) -> None:
         sums = file.write(memory, 64, extent)
         for to in (64, 4096 + 64, 8192):  # in place, and through a buffer
             file.read(memory, to, extent, sums)
-            assert os.pread(memory, nbytes, to) == content
+            assert os.pread(memory.fd, nbytes, to) == content
         later = SpillFile(str(tmp_path), file.capacity, os.dup(file.fd))  # as after a restart
         later.occupy([extent, *[one for one in between if one is not None]])
         assert later.free == 0
@@ -108,7 +116,7 @@ def test_room_in_several_places_is_room(memory: int, tmp_path: Path) -> None:
         for one, sums in zip(between, sums_between, strict=True):
             assert one is not None
             file.read(memory, 0, one, sums)
-            assert os.pread(memory, 4096, 0) == _FILLED * 4096
+            assert os.pread(memory.fd, 4096, 0) == _FILLED * 4096
             file.release(one)
         file.release(extent)
         assert file.used == 0
@@ -116,8 +124,8 @@ def test_room_in_several_places_is_room(memory: int, tmp_path: Path) -> None:
         file.close()
 
 
-def test_every_byte_counts(memory: int, file: SpillFile) -> None:
-    os.pwrite(memory, bytes(20_000), 64)
+def test_every_byte_counts(memory: MappedSegment, file: SpillFile) -> None:
+    os.pwrite(memory.fd, bytes(20_000), 64)
     extent = file.reserve(64, 20_000)
     assert extent is not None
     sums = file.write(memory, 64, extent)

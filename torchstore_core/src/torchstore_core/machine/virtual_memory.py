@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 __all__ = [
     "before_unmap",
+    "forget_pages",
     "is_locked",
     "lock",
     "map_private",
@@ -27,6 +28,7 @@ __all__ = [
     "unmap",
 ]
 
+_MADV_DONTNEED = 4
 _MADV_POPULATE_READ = 22  # Linux 5.14
 _MADV_POPULATE_WRITE = 23
 _MAP_NORESERVE = 0x4000
@@ -104,6 +106,13 @@ def populate_write(address: int, nbytes: int) -> int:
     Returns 0, or an errno (EINVAL: the kernel is too old).
     """
     return _advise(address, nbytes, _MADV_POPULATE_WRITE)
+
+
+def forget_pages(address: int, nbytes: int) -> None:
+    """Empty the page tables of a page-aligned range of a shared mapping. The memory keeps what is
+    in it, and the page tables are filled again where it is used.
+    """
+    _advise(address, nbytes, _MADV_DONTNEED)
 
 
 def lock(address: int, nbytes: int) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from torchstore_core.reports.units import human_bytes
 from torchstore_core.server.memory.allocator import ALIGNMENT, Allocator, rounded
 from torchstore_core.server.memory.volume_record import VolumeRecord
+from torchstore_core.server.spilling.mapped import MappedSegment
 from torchstore_core.server.spilling.policy import Residency, State, Tracked
 from torchstore_core.server.spilling.spill_file import DamagedError, SpillFile, spanned
 from torchstore_core.server.spilling.workers import Workers
@@ -58,7 +59,7 @@ class Mover:
     ) -> None:
         self.file = file
         self._volumes = volumes
-        self._memories = memories
+        self._memories = [MappedSegment(fd) for fd in memories]
         self._writers = Workers("torchstore-spill", _WRITERS, _NICE, soon)
         self._readers = Workers("torchstore-unspill", _READERS, 0, soon)
         self._reading: dict[int, Tracked] = {}  # by their numbers
@@ -305,33 +306,41 @@ class Mover:
             tracked.extent = None
 
     def trim(self) -> None:
-        """Return the unused end of the file to the file system. It takes long on some, so the space
-        is not returned whenever a value goes, but used for the next one.
+        """Return the unused end of the file to the file system, and let the segments leave the page
+        tables of this process. The former takes long on some file systems, so the space is not
+        returned whenever a value goes, but used for the next one.
         """
         if self._trimming:
             return
         tail = self.file.take_tail()
-        if tail is None:
+        filled = [memory for memory in self._memories if memory.is_filled]
+        if tail is None and not filled:
             return
         self._trimming = True
 
         def job() -> Callable[[], None]:
-            with contextlib.suppress(OSError):  # then it stays on disk, and is used again
-                self.file.cut(tail)
+            for memory in filled:
+                memory.rest()
+            if tail is not None:
+                with contextlib.suppress(OSError):  # then it stays on disk, and is used again
+                    self.file.cut(tail)
             return functools.partial(self._trimmed, tail)
 
         self._writers.submit(job)
 
-    def _trimmed(self, tail: tuple[int, int]) -> None:
+    def _trimmed(self, tail: tuple[int, int] | None) -> None:
         self._trimming = False
-        self.file.return_tail(tail)
-        self._moved()
+        if tail is not None:
+            self.file.return_tail(tail)
+            self._moved()
 
     def close(self) -> None:
         """End the threads and close the file."""
         self.file.stop()
         self._writers.close()
         self._readers.close()
+        for memory in self._memories:
+            memory.close()
         self.file.close()
 
 

@@ -9,7 +9,6 @@ with what its neighbours have in them, and a value keeps its position within a p
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import logging
@@ -22,9 +21,9 @@ import msgspec
 
 from torchstore_core.errors import ConfigurationError
 from torchstore_core.machine.directories import MEMORY_FILE_SYSTEMS, file_system
-from torchstore_core.machine.virtual_memory import map_shared, populate_write, unmap
 from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.server.spilling.checksums import checksum
+from torchstore_core.server.spilling.mapped import MappedSegment
 
 __all__ = ["DamagedError", "Extent", "SpillFile", "spanned"]
 
@@ -205,11 +204,11 @@ class SpillFile:
         self._written_end = tail[0]
         self._allocator.free([tail])
 
-    def write(self, memory: int, offset: int, extent: Extent) -> list[int]:
+    def write(self, memory: MappedSegment, offset: int, extent: Extent) -> list[int]:
         """Write a value from a segment to its extent.
 
         Args:
-            memory: descriptor of the segment.
+            memory: the segment.
             offset: of the value in the segment.
 
         Returns:
@@ -221,23 +220,24 @@ class SpillFile:
         sums: list[int] = []
         for at, nbytes in _pieces(extent):
             self._check_stopped()
-            start = offset - extent.head + at
-            view, address = _mapped(memory, start, nbytes)
-            try:
-                sums.append(checksum(_own(view, extent, at, nbytes)))
+            with memory.piece(offset - extent.head + at, nbytes) as view:
+                with _own(view, extent, at, nbytes) as own:
+                    sums.append(checksum(own))
                 self._write(view, extent, at)
-            finally:
-                view.release()
-                unmap(address, nbytes)
         return sums
 
     def read(
-        self, memory: int, offset: int, extent: Extent, sums: list[int], pieces: slice = slice(None)
+        self,
+        memory: MappedSegment,
+        offset: int,
+        extent: Extent,
+        sums: list[int],
+        pieces: slice = slice(None),
     ) -> None:
         """Read a value, or some pieces of it, into a segment.
 
         Args:
-            memory: descriptor of the segment.
+            memory: the segment.
             offset: where in the segment the value is to begin.
             sums: what :meth:`write` returned.
             pieces: which ones to read. Several threads may read different pieces of a value.
@@ -247,23 +247,17 @@ class SpillFile:
             OSError: the disk fails.
         """
         if offset % _PAGE != extent.head:
-            self._read_through_buffer(memory, offset, extent, sums, pieces)
+            self._read_through_buffer(memory.fd, offset, extent, sums, pieces)
             return
         for (at, nbytes), expected in zip(_pieces(extent)[pieces], sums[pieces], strict=True):
             self._check_stopped()
-            start = offset - extent.head + at
-            view, address = _mapped(memory, start, nbytes)
-            try:
-                self._read_piece(view, address, extent, at, nbytes)
-                if checksum(_own(view, extent, at, nbytes)) != expected:
-                    raise DamagedError(errno.EIO, "its bytes do not match their checksum")
-            finally:
-                view.release()
-                unmap(address, nbytes)
+            with memory.piece(offset - extent.head + at, nbytes) as view:
+                self._read_piece(view, extent, at, nbytes)
+                with _own(view, extent, at, nbytes) as own:
+                    if checksum(own) != expected:
+                        raise DamagedError(errno.EIO, "its bytes do not match their checksum")
 
-    def _read_piece(
-        self, view: memoryview, address: int, extent: Extent, at: int, nbytes: int
-    ) -> None:
+    def _read_piece(self, view: memoryview, extent: Extent, at: int, nbytes: int) -> None:
         """Read whole pages of a piece in place. The first and the last page of a value may also
         have bytes of its neighbours, which must not change, so these pages go through a buffer.
         """
@@ -272,8 +266,8 @@ class SpillFile:
         last = tail & -_PAGE if tail < nbytes else nbytes
         last = max(last, first)
         if last > first:
-            populate_write(address + first, last - first)
-            self._read(view[first:last], extent, at + first)
+            with view[first:last] as whole:
+                self._read(whole, extent, at + first)
         if not first and last == nbytes:
             return
         with mmap.mmap(-1, _PAGE) as page, memoryview(page) as edge:
@@ -334,15 +328,11 @@ def _own(view: memoryview, extent: Extent, at: int, nbytes: int) -> memoryview:
     return view[extent.head if at == 0 else 0 : min(nbytes, extent.head + extent.nbytes - at)]
 
 
-def _mapped(memory: int, start: int, nbytes: int) -> tuple[memoryview, int]:
-    address = map_shared(memory, nbytes, start)
-    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B"), address
-
-
 def _write_all(fd: int, view: memoryview, offset: int) -> None:
     done = 0
     while done < len(view):
-        written = os.pwrite(fd, view[done:], offset + done)
+        with view[done:] as rest:
+            written = os.pwrite(fd, rest, offset + done)
         if not written:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         done += written
@@ -351,7 +341,8 @@ def _write_all(fd: int, view: memoryview, offset: int) -> None:
 def _read_all(fd: int, view: memoryview, offset: int) -> None:
     done = 0
     while done < len(view):
-        count = os.preadv(fd, [view[done:]], offset + done)
+        with view[done:] as rest:
+            count = os.preadv(fd, [rest], offset + done)
         if not count:
             raise DamagedError(errno.EIO, "the file has become shorter")
         done += count
