@@ -20,13 +20,18 @@ def spilling(bench: Bench) -> list[Metric]:
     arguments = {"count": _COUNT, "nbytes": total // _COUNT, "seed": bench.seed}
     opened = publisher.call("spilling.open", bench.patience, capacity=total // 4, **arguments)
     bench.workers.opened(opened)
+    publisher.call("spilling.open_with_room", bench.patience)
     reader.call("store.connect", address=opened["address"])
     rounds: list[dict[str, Any]] = []
     idle: list[float] = []
+    room: list[float] = []
     busy: list[float] = []
     for turn in range(1 + bench.repeat):
         bench.progress(turn, 1 + bench.repeat, "more than memory")
         quiet = reader.call("spilling.small", seconds=_IDLE_S)
+        publisher.start("spilling.round_with_room", seconds=_IDLE_S)
+        beside: list[float] = reader.call("spilling.small", seconds=_IDLE_S)
+        bench.check(publisher.result(10 * bench.patience), f"with room, round {turn}")
         publisher.start("spilling.round")
         others: list[float] = reader.call("spilling.small", seconds=_IDLE_S)
         found = publisher.result(10 * bench.patience)
@@ -34,10 +39,11 @@ def spilling(bench: Bench) -> list[Metric]:
         if turn:  # the first round is the warm-up
             rounds.append(found)
             idle.append(percentile(quiet, 0.99) * 1e6)
+            room.append(percentile(beside, 0.99) * 1e6)
             busy.append(percentile(others, 0.99) * 1e6)
     reader.call("store.close")
-    publisher.call("store.close")
     publisher.call("spilling.close")
+    publisher.call("store.close")
     size = f"{total // MIB} MiB through {total // 4 // MIB} MiB"
     both, raw, puts, gets = [], [], [], []
     for each in rounds:
@@ -55,4 +61,5 @@ def spilling(bench: Bench) -> list[Metric]:
     out.against("raw disk", [each["raw write"] / 1e9 for each in rounds], None, at_most=False)
     small = Metric("get 1 KB meanwhile, p99", "spilling", "µs", busy)
     small.against("while nothing else happens", idle, 3.0, at_most=True)
+    small.against("while the values go through another store, with room", room, None, at_most=True)
     return [metric, out, back, small]

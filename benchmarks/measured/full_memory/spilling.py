@@ -21,6 +21,7 @@ _WRITERS, _READERS = 2, 4
 # Puts, or gets, that the client has under way.
 _AT_ONCE = 3
 _SMALL = "small"
+_WITH_ROOM = "with-room"
 _PAUSE_S = 0.002
 
 
@@ -54,35 +55,26 @@ class MoreThanMemory:
 
         return self._run(start())  # type: ignore[no-any-return]
 
+    def open_with_room(self) -> None:
+        """Start a second store, which has room for all values."""
+        room = sum(value.nbytes for value in self._values) + _PIECE
+
+        async def start() -> None:
+            await ts.initialize(store_name=_WITH_ROOM, capacity=room, prefault=room)
+
+        self._run(start())
+
     def round(self) -> dict[str, Any]:
         """Put all values, and get all of them back in place; the same bytes on the raw disk."""
-        into = [torch.empty_like(self._values[0]) for _ in range(_AT_ONCE)]
         wrong: list[str] = []
 
         async def through() -> dict[str, Any]:
             before = (await ts.status()).spill
-            begun = time.perf_counter()
-            todo = iter(enumerate(self._values))
-
-            async def put_some(turn: int) -> None:
-                for at, value in todo:
-                    await ts.put(f"v{at}", value, when_full="spillable")
-
-            async def get_some(turn: int) -> None:
-                for at, value in todo:
-                    await ts.get(f"v{at}", into[turn])
-                    if not torch.equal(into[turn][::1000], value[::1000]):
-                        wrong.append(f"v{at}")
-
-            await asyncio.gather(*map(put_some, range(_AT_ONCE)))
-            put = time.perf_counter()
-            todo = iter(enumerate(self._values))
-            await asyncio.gather(*map(get_some, range(_AT_ONCE)))
-            got = time.perf_counter()
+            put_s, get_s = await self._through(wrong, when_full="spillable")
             after = (await ts.status()).spill
             return {
-                "put": put - begun,
-                "get": got - put,
+                "put": put_s,
+                "get": get_s,
                 "written": after.written_bytes - before.written_bytes,
                 "read": after.read_bytes - before.read_bytes,
             }
@@ -91,6 +83,43 @@ class MoreThanMemory:
         wrote, read = self._raw()
         self._run(ts.delete_batch([f"v{at}" for at in range(len(self._values))]))
         return {**found, "raw write": wrote, "raw read": read, "wrong": wrong}
+
+    def round_with_room(self, seconds: float) -> dict[str, Any]:
+        """Put and get all values in the store that has room for them, until the time is over."""
+        wrong: list[str] = []
+        keys = [f"v{at}" for at in range(len(self._values))]
+
+        async def over_and_over() -> None:
+            end = time.perf_counter() + seconds
+            while time.perf_counter() < end:
+                await self._through(wrong, store_name=_WITH_ROOM)
+                await ts.delete_batch(keys, store_name=_WITH_ROOM)
+
+        self._run(over_and_over())
+        return {"wrong": wrong}
+
+    async def _through(self, wrong: list[str], **options: Any) -> tuple[float, float]:
+        """Put all values, and get them back in place; returns the seconds of both."""
+        into = [torch.empty_like(self._values[0]) for _ in range(_AT_ONCE)]
+        store = {name: options[name] for name in ("store_name",) if name in options}
+        begun = time.perf_counter()
+        todo = iter(enumerate(self._values))
+
+        async def put_some(turn: int) -> None:
+            for at, value in todo:
+                await ts.put(f"v{at}", value, **options)
+
+        async def get_some(turn: int) -> None:
+            for at, value in todo:
+                await ts.get(f"v{at}", into[turn], **store)
+                if not torch.equal(into[turn][::1000], value[::1000]):
+                    wrong.append(f"v{at}")
+
+        await asyncio.gather(*map(put_some, range(_AT_ONCE)))
+        put = time.perf_counter()
+        todo = iter(enumerate(self._values))
+        await asyncio.gather(*map(get_some, range(_AT_ONCE)))
+        return put - begun, time.perf_counter() - put
 
     def small(self, seconds: float) -> list[float]:
         """Seconds of each of the small gets that fit into the time, one every few milliseconds."""
@@ -107,7 +136,8 @@ class MoreThanMemory:
         return self._run(measure())  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """Drop the values and the directory."""
+        """Drop the values, the directory, and the store with room."""
+        self._run(ts.shutdown(store_name=_WITH_ROOM))
         self._values.clear()
         if self._folder is not None:
             self._folder.cleanup()

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import os
+import queue
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from torchstore_core.contracts.strategy import ClientFacts
+from torchstore_core.server.index.records import Value
 from torchstore_core.server.memory.segment import open_memory
 from torchstore_core.server.spilling.mapped import KEPT, MappedSegment
+from torchstore_core.server.spilling.moves import Mover
+from torchstore_core.server.spilling.policy import Residency, State
+from torchstore_core.server.spilling.spill_file import SpillFile
+from torchstore_core.values import TensorMeta
 
 _NBYTES = 256 << 20
 _PIECE = 8 << 20
+_FACTS = ClientFacts("host", "host", 1)
 
 
 @pytest.fixture
@@ -91,3 +99,23 @@ def test_a_piece_beyond_the_segment_is_an_error_and_no_signal(segment: int) -> N
     with pytest.raises(OSError, match="bytes of a segment"), mapped.piece(_PIECE, _PIECE):
         pass
     mapped.close()
+
+
+def test_a_server_that_has_spilled_looks_small_again(segment: int, tmp_path: Path) -> None:
+    """What is mapped of the segment leaves the page tables with what is unused of the file."""
+    ended: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+    mover = Mover(SpillFile(str(tmp_path), None), [], [segment], ended.put)
+    values = Residency()
+    mover.begin(values, lambda: None, lambda tracked: None)
+    meta = TensorMeta("uint8", (_PIECE,))
+    spilled = values.add(Value("k", meta, _PIECE, 0, None, 0, _FACTS, uses=1), "k", State.DIRTY)
+    mover.write(_PIECE)
+    ended.get(timeout=30)()
+    assert spilled.state is State.CLEAN
+    assert _of_memory(segment) >= _PIECE
+    mover.trim()
+    ended.get(timeout=30)()
+    assert _of_memory(segment) == 0
+    mover.trim()  # there is nothing left to do
+    assert ended.empty()
+    mover.close()
