@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import os
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -188,3 +189,12 @@ async def shared(module_store: None) -> AsyncIterator[ts.Client]:
     client = await ts.client()
     yield client
     await client.delete_batch(await client.keys())
+
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def k() -> str:
+    """A key that no test has used: its versions begin at 1 in a shared store, too."""
+    return f"k{next(_numbers)}"

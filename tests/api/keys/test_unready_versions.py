@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 import torch
-from tests.support import running_store, until
 
 import torchstore_core as ts
 from torchstore_core import TensorShard, TensorSlice
@@ -19,98 +18,63 @@ def _shard(rank: int, number: float, rows: int = 256, **mesh: tuple[int, ...]) -
     return TensorShard(torch.full((rows, 1024), float(number)), part)
 
 
-async def test_a_partial_put_waits_for_the_version_that_it_builds_on(store):
-    await ts.put_state_dict({"w": torch.zeros(MB), "lora": 0}, "k")
-    whole = await ts.put_state_dict({"w": torch.ones(MB), "lora": 1}, "k", blocking=False)
-    part = await ts.put_state_dict({"lora": 2}, "k", partial=True)
+async def test_a_partial_put_waits_for_the_version_that_it_builds_on(shared, k):
+    await ts.put_state_dict({"w": torch.zeros(MB), "lora": 0}, k)
+    whole = await ts.put_state_dict({"w": torch.ones(MB), "lora": 1}, k, blocking=False)
+    part = await ts.put_state_dict({"lora": 2}, k, partial=True)
     assert (await whole).version < part.version
-    await ts.wait("k", min_version=part.version)
-    got = await ts.get_state_dict("k")
+    await ts.wait(k, min_version=part.version)
+    got = await ts.get_state_dict(k)
     assert (got["lora"], got["w"][0].item()) == (2, 1)
 
 
-async def test_partial_puts_at_once_lose_nothing_of_each_other(store):
-    await ts.put_state_dict({f"w{i}": torch.zeros(MB // 4) for i in range(4)}, "k")
+async def test_partial_puts_at_once_lose_nothing_of_each_other(shared, k):
+    await ts.put_state_dict({f"w{i}": torch.zeros(MB // 4) for i in range(4)}, k)
     for number in (1.0, 2.0, 3.0):
         await asyncio.gather(
             *(
                 ts.put_state_dict(
-                    {f"w{i}": torch.full((MB // 4 if i % 2 else 8,), number)}, "k", partial=True
+                    {f"w{i}": torch.full((MB // 4 if i % 2 else 8,), number)}, k, partial=True
                 )
                 for i in range(4)
             )
         )
-        got = await ts.get_state_dict("k")
+        got = await ts.get_state_dict(k)
         assert {name: value[0].item() for name, value in got.items()} == dict.fromkeys(got, number)
 
 
-async def test_a_partial_put_does_not_wait_for_what_has_been_given_up(store):
-    await ts.put_state_dict({"w": torch.zeros(MB), "lora": 0}, "k")
+async def test_a_partial_put_does_not_wait_for_what_has_been_given_up(shared, k):
+    await ts.put_state_dict({"w": torch.zeros(MB), "lora": 0}, k)
     begun = asyncio.Event()
 
     async def never_ends() -> None:
-        await ts.put_state_dict({"w": torch.ones(MB)}, "k", blocking=False)
+        await ts.put_state_dict({"w": torch.ones(MB)}, k, blocking=False)
         begun.set()
 
     await never_ends()
     await begun.wait()
-    ref = await ts.put_state_dict({"lora": 2}, "k", partial=True)
+    ref = await ts.put_state_dict({"lora": 2}, k, partial=True)
     await ts.reset_client()  # whatever was under way is over, one way or the other
-    await ts.wait("k", min_version=ref.version, timeout=10)
-    assert (await ts.get_state_dict("k"))["lora"] == 2
+    await ts.wait(k, min_version=ref.version, timeout=10)
+    assert (await ts.get_state_dict(k))["lora"] == 2
 
 
-async def test_a_rank_that_is_far_ahead_does_not_fill_the_store():
-    async with running_store(capacity=24 * MB) as client:
-        for number in range(40):  # 1 MB each
-            await ts.put_state_dict({"w": _shard(0, number)}, "k", participants=2, participant=0)
-        await ts.put("other", torch.zeros(MB))
-        (volume,) = (await client.status()).volumes
-        assert volume.used_bytes <= 20 * MB + 4 * MB
-        # The slow one is late for most, and completes one that is still there.
-        number = 0
-        while not await ts.exists("k"):
-            await ts.put_state_dict({"w": _shard(1, number)}, "k", participants=2, participant=1)
-            number += 1
-        got = (await ts.get_state_dict("k"))["w"]
-        assert got[0, 0].item() == got[-1, 0].item() == number - 1
-
-
-async def test_ranks_that_race_in_a_full_store_go_on():
-    """Without a barrier, with less room than one of them is ahead."""
-    async with running_store(capacity=6 * MB):
-        for number in range(30):
-            await ts.put_state_dict({"w": _shard(0, number)}, "k", participants=2, participant=0)
-        for number in range(30):
-            await ts.put_state_dict({"w": _shard(1, number)}, "k", participants=2, participant=1)
-        got = (await ts.get_state_dict("k"))["w"]
-        assert got[0, 0].item() == got[-1, 0].item()
-
-
-async def test_a_full_store_says_which_versions_wait_for_others():
-    async with running_store(capacity=8 * MB):
-        await ts.put_state_dict({"w": _shard(0, 1)}, "k", participants=2, participant=0)
-        with pytest.raises(ts.StoreFullError, match=r"wait for other participants \('k'\)") as full:
-            await ts.put("other", torch.zeros(2 * MB))
-        assert full.value.details["waiting"] == {"k": MB}
-
-
-async def test_shards_with_a_mesh_say_how_many_put_them(store):
+async def test_shards_with_a_mesh_say_how_many_put_them(shared, k):
     for rank in (0, 1):
         shard = _shard(rank, 1.0, mesh_shape=(2,), coordinates=(rank,))
-        await ts.put_state_dict({"w": shard}, "k")
-    assert (await ts.get_state_dict("k"))["w"].shape == (512, 1024)
+        await ts.put_state_dict({"w": shard}, k)
+    assert (await ts.get_state_dict(k))["w"].shape == (512, 1024)
 
 
-async def test_shards_that_nobody_would_complete_are_refused(store):
+async def test_shards_that_nobody_would_complete_are_refused(shared, k):
     with pytest.raises(ts.ConfigurationError, match="participants="):
-        await ts.put_state_dict({"w": _shard(0, 1.0)}, "k")
+        await ts.put_state_dict({"w": _shard(0, 1.0)}, k)
     for rank in (0, 1):  # one process for both: other shards are another participant
-        await ts.put_state_dict({"w": _shard(rank, 1.0)}, "k", participants=2)
-    assert await ts.versions("k") == [1]
+        await ts.put_state_dict({"w": _shard(rank, 1.0)}, k, participants=2)
+    assert await ts.versions(k) == [1]
 
 
-async def test_slices_of_nonsense_harm_nobody_else(store):
+async def test_slices_of_nonsense_harm_nobody_else(shared, k):
     waiting = asyncio.ensure_future(ts.wait("later", timeout=30))
     for part in (
         TensorSlice((0.0,), (2,), (4,)),
@@ -120,57 +84,36 @@ async def test_slices_of_nonsense_harm_nobody_else(store):
         TensorSlice((0,), (2,), (4,), (2,), (2,)),
     ):
         with pytest.raises(ts.LayoutMismatchError):
-            await ts.put("k", torch.ones(2), part)
+            await ts.put(k, torch.ones(2), part)
     await ts.put("whole", torch.arange(4))
     with pytest.raises(ts.LayoutMismatchError):
         await ts.get("whole", tensor_slice_spec=TensorSlice((0.0,), (2,), (4,)))
     for nonsense in ({"partial": "no"}, {"participant": object()}, {"participants": 1 << 70}):
         with pytest.raises(ts.ConfigurationError):
-            await ts.put_state_dict({"w": 1}, "k", **nonsense)
+            await ts.put_state_dict({"w": 1}, k, **nonsense)
     await ts.put("later", 1)
     assert (await waiting)["later"].version == 1
 
 
-async def test_an_empty_optimizer_state_of_one_rank_joins_what_the_others_have(store):
+async def test_an_empty_optimizer_state_of_one_rank_joins_what_the_others_have(shared, k):
     step = torch.ones(3)
-    await ts.put_state_dict({"opt": {}, "a": 1}, "k", participants=2, participant=0)
-    await ts.put_state_dict({"opt": {"s": step}, "b": 2}, "k", participants=2, participant=1)
-    got = await ts.get_state_dict("k")
+    await ts.put_state_dict({"opt": {}, "a": 1}, k, participants=2, participant=0)
+    await ts.put_state_dict({"opt": {"s": step}, "b": 2}, k, participants=2, participant=1)
+    got = await ts.get_state_dict(k)
     assert torch.equal(got.pop("opt")["s"], step)
     assert got == {"a": 1, "b": 2}
 
 
-async def test_what_cannot_be_one_dict_can_be_got_by_name(store):
-    await ts.put_state_dict({"a": torch.ones(1)}, "k")
-    await ts.put_state_dict({"a": {"b": torch.zeros(1)}}, "k", partial=True)
+async def test_what_cannot_be_one_dict_can_be_got_by_name(shared, k):
+    await ts.put_state_dict({"a": torch.ones(1)}, k)
+    await ts.put_state_dict({"a": {"b": torch.zeros(1)}}, k, partial=True)
     with pytest.raises(ts.LayoutMismatchError, match="one by one"):
-        await ts.get_state_dict("k")
-    assert (await ts.get("k/a")).item() == 1
-    assert (await ts.get("k/a.b")).item() == 0
+        await ts.get_state_dict(k)
+    assert (await ts.get(f"{k}/a")).item() == 1
+    assert (await ts.get(f"{k}/a.b")).item() == 0
 
 
-async def test_a_version_that_is_not_there_yet_is_not_said_to_be_gone(store):
-    await ts.put_state_dict({"w": 1}, "k")
-    with pytest.raises(ts.VersionGoneError, match="no version 9 of 'k' yet"):
-        await ts.get_state_dict("k", version=9)
-
-
-async def test_memory_of_abandoned_versions_makes_room(store):
-    """The process that began them is gone, and nobody will complete them."""
-    from tests.processes import run_script
-
-    before = (await store.status()).volumes[0].capacity_bytes
-    rows = before // 2 // 4096 // 2 * 2
-    await run_script(f"""
-        part = ts.TensorSlice((0, 0), ({rows}, 1024), ({2 * rows}, 1024))
-        shard = ts.TensorShard(torch.ones({rows}, 1024), part)
-        await ts.put_state_dict({{"w": shard}}, "dead", participants=2, participant=0)
-    """)
-
-    async def is_gone() -> bool:
-        return len((await store.status()).sessions) == 1
-
-    await until(is_gone)
-    large = torch.zeros(before * 3 // 4 // 4)
-    await ts.put("large", large)  # would not fit beside it
-    assert await ts.exists("large")
+async def test_a_version_that_is_not_there_yet_is_not_said_to_be_gone(shared, k):
+    await ts.put_state_dict({"w": 1}, k)
+    with pytest.raises(ts.VersionGoneError, match=f"no version 9 of '{k}' yet"):
+        await ts.get_state_dict(k, version=9)
