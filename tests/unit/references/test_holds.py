@@ -4,6 +4,7 @@ there exactly as long as its key has it, or somebody holds it, or it is in fligh
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 
@@ -36,6 +37,7 @@ OBJECT = ObjectMeta("pickle")
 Ref = tuple[str, int]
 
 
+@functools.cache  # to look for what is installed takes longer than most examples
 def singleton() -> Strategy:
     return Registry().strategy("singleton")()
 
