@@ -33,9 +33,15 @@ class Finding:
     violation: Violation
 
 
-def find(seed: int, *, small: bool = True) -> Finding | None:
-    """What a seed finds; ``small``: without all operations, faults and delays that it finds it
-    without, too.
+def find(
+    seed: int, *, small: bool = True, ended: Callable[[World], None] | None = None
+) -> Finding | None:
+    """What a seed finds.
+
+    Args:
+        seed: of the run.
+        small: without all operations, faults and delays that it finds it without, too.
+        ended: is told of a run that finds nothing.
     """
     source = random.Random(seed)
     plan = plan_of(source)
@@ -45,6 +51,8 @@ def find(seed: int, *, small: bool = True) -> Finding | None:
     except Violation as violation:
         found = Finding(seed, plan, world.names, violation)
         return _Shrinking(found).smallest() if small else found
+    if ended is not None:
+        ended(world)
     return None
 
 

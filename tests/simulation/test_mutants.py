@@ -10,13 +10,18 @@ from tests.simulation.shrinking import Finding, find, told
 
 _MOST_SEEDS = 10_000
 _MOST_LEFT = 8
-# Seeds that find what thousands of others do not: tried first. They are only a short cut: where the
-# simulator has changed, they find nothing, and all seeds are tried.
-_RARE = {
+# Tried first: seeds that find what hundreds of others do not, or whose finding is soon reduced.
+# They are only a short cut: where the simulator has changed, all seeds are tried.
+_SHORT_CUTS = {
+    "counts a reference in flight late": 370,
+    "does not tell one rewind from the next": 128,
+    "forgets a fork whose child is read first": 82,
+    "forgets the leases of a lost relay": 462,
     "frees memory that may still be written": 2077,
     "ignores what a dead process has received": 1100,
     "keeps no reference in flight when its sender is gone": 707,
     "reads a version that has the number of one that is gone": 5769,
+    "settles a partial version before its base": 338,
 }
 
 
@@ -34,9 +39,9 @@ def test_a_mutant_is_found_and_told_in_short(mutant: str) -> None:
 
 def first(mutant: str) -> Finding | None:
     """The first finding."""
-    seeds = itertools.chain([_RARE.get(mutant, 0)], range(_MOST_SEEDS))
+    seeds = itertools.chain([_SHORT_CUTS.get(mutant, 0)], range(_MOST_SEEDS))
     return next((found for seed in seeds if (found := find(seed)) is not None), None)
 
 
-def test_the_rare_ones_are_mutants() -> None:
-    assert MUTANTS.keys() >= _RARE.keys()
+def test_the_short_cuts_are_to_mutants() -> None:
+    assert MUTANTS.keys() >= _SHORT_CUTS.keys()
