@@ -9,7 +9,10 @@ setup(
     ext_modules=[
         Extension(
             "torchstore_core._native",
-            sources=["src/torchstore_core/_native.c"],
+            sources=[
+                "src/torchstore_core/_native.c",
+                "src/torchstore_core/_native_transfer.c",
+            ],
             extra_compile_args=["-O2"],
             optional=True,
         )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
+import fcntl
 import socket
 import struct
+import termios
 import threading
 from array import array
 from collections.abc import Iterator
@@ -12,6 +15,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support import until
 from tests.unit.machine.native import needs_native
 
 from torchstore_core.machine import socket_rows
@@ -41,9 +45,10 @@ class Memory:
                 self.places.append(slice(at, at + nbytes))
                 at += nbytes + gap
         if seed is not None:
+            pattern = bytes(range(239)) * (max((row[0] for row in shapes), default=0) // 239 + 2)
             for number, place in enumerate(self.places):
-                length = place.stop - place.start
-                self.bytes[place] = bytes((seed + number + at) % 239 for at in range(length))
+                first = (seed + number) % 239
+                self.bytes[place] = pattern[first : first + place.stop - place.start]
 
     @property
     def content(self) -> bytes:
@@ -100,6 +105,89 @@ def test_more_rows_than_the_kernel_takes_at_once(both: tuple[socket.socket, sock
     assert receive_rows(both[1].fileno(), target.rows) == 38000
     thread.join(10)
     assert target.content == source.content
+
+
+@pytest.fixture
+def far() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Two ends of a TCP connection, whose receiver is not woken for every packet."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        other = listener.accept()[0]
+    with one, other:
+        yield one, other
+
+
+#: Some 5 MB: rows that go through the buffer, longer ones, runs, and what is between them.
+MANY: list[Shape] = [
+    (768, 2500, 768),
+    (40, 700, 1),
+    (1 << 20, 1, 0),
+    (2999, 9, 77),
+    (0, 5, 3),
+    (4097, 300, 13),
+    (3071, 200, 3),
+]
+
+
+@pytest.mark.parametrize("there", [MANY, MANY[::-1], [(5 << 20, 1, 0)], [(1000, 5000, 24)]])
+def test_large_transfers_over_tcp(
+    far: tuple[socket.socket, socket.socket], there: list[Shape]
+) -> None:
+    source, target = Memory(MANY, seed=5), Memory(there)
+    content = source.content
+    room = len(target.content)
+    rest = bytes(max(0, room - len(content)))
+
+    def send() -> None:
+        send_rows(far[0].fileno(), source.rows, more=bool(rest))
+        far[0].sendall(rest)
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    assert receive_rows(far[1].fileno(), target.rows) == room
+    assert target.content == (content + rest)[:room]
+    assert target.gaps <= {0xEE}
+    assert far[1].getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
+    far[1].shutdown(socket.SHUT_RDWR)
+    thread.join(10)
+
+
+@pytest.mark.parametrize("shapes", [[(3 << 20, 1, 0)], [(1000, 3000, 24)]])
+def test_the_last_bytes_come_late(
+    far: tuple[socket.socket, socket.socket], shapes: list[Shape]
+) -> None:
+    """The receiver takes what is there, and is woken for the rest, however little it is."""
+    target = Memory(shapes)
+    room = len(target.content)
+    content = bytes(at % 251 for at in range(251)) * (room // 251 + 1)
+    got: list[int] = []
+    thread = threading.Thread(
+        target=lambda: got.append(receive_rows(far[1].fileno(), target.rows)), daemon=True
+    )
+    thread.start()
+    far[0].sendall(content[: room - 1000])
+    asyncio.run(until(lambda: _queued(far[1]) == 0, 20))
+    far[0].sendall(content[room - 1000 : room - 1])
+    asyncio.run(until(lambda: _queued(far[1]) == 0, 20))
+    far[0].sendall(content[room - 1 : room])
+    thread.join(20)
+    assert got == [room]
+    assert target.content == content[:room]
+
+
+def test_a_peer_that_leaves_in_the_middle(far: tuple[socket.socket, socket.socket]) -> None:
+    target = Memory([(1000, 3000, 24)])
+    far[0].sendall(b"x" * 700_500)
+    far[0].shutdown(socket.SHUT_WR)
+    assert receive_rows(far[1].fileno(), target.rows) == 700_500
+    assert target.content == b"x" * 700_500 + b"\xee" * 2_299_500
+    assert target.gaps == {0xEE}
+    assert far[1].getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
+
+
+def _queued(sock: socket.socket) -> int:
+    """Bytes that have arrived and were not received."""
+    return int(struct.unpack("i", fcntl.ioctl(sock, termios.FIONREAD, bytes(4)))[0])
 
 
 def test_a_peer_that_leaves(both: tuple[socket.socket, socket.socket]) -> None:

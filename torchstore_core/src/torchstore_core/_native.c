@@ -1,5 +1,4 @@
-/* Streaming copies for tensors and their transfer through sockets, with the GIL released, and
- * inspection of many tensors at once.
+/* Streaming copies for tensors, with the GIL released, and inspection of many tensors at once.
  *
  * Why streaming: glibc's memcpy bypasses the cache (with non-temporal stores) only above a
  * threshold that is a fraction of the last-level cache. On servers with hundreds of MB of it,
@@ -11,12 +10,9 @@
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
-#include <errno.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
-#include <sys/socket.h>
-#include <sys/uio.h>
 #if defined(__x86_64__)
 #include <emmintrin.h>
 #endif
@@ -212,88 +208,8 @@ static PyObject *copy_rows(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* As many parts as the kernel takes with one call. */
-#define PARTS 1024
-
-/* Rows of bytes, and how far their transfer has come: the grid, its row, and the byte of that. */
-typedef struct {
-    const int64_t *grids;
-    Py_ssize_t count, grid;
-    int64_t row, byte;
-} Progress;
-
-/* Fills in the parts that come next; returns their number. ``last`` says whether that is the rest. */
-static int next_parts(Progress at, struct iovec *parts, int *last) {
-    int found = 0;
-    while (at.grid < at.count && found < PARTS) {
-        const int64_t *grid = at.grids + 4 * at.grid;
-        if (at.row >= grid[2] || grid[1] <= 0) {
-            at.grid++;
-            at.row = at.byte = 0;
-            continue;
-        }
-        parts[found].iov_base = (char *)(uintptr_t)grid[0] + at.row * grid[3] + at.byte;
-        parts[found].iov_len = (size_t)(grid[1] - at.byte);
-        found++;
-        at.row++;
-        at.byte = 0;
-    }
-    *last = at.grid + (at.grid < at.count && at.row >= at.grids[4 * at.grid + 2]) >= at.count;
-    return found;
-}
-
-static void advance(Progress *at, int64_t bytes) {
-    while (bytes > 0) {
-        const int64_t *grid = at->grids + 4 * at->grid;
-        if (at->row >= grid[2] || grid[1] <= 0) {
-            at->grid++;
-            at->row = at->byte = 0;
-        } else if (bytes >= grid[1] - at->byte) {
-            bytes -= grid[1] - at->byte;
-            at->row++;
-            at->byte = 0;
-        } else {
-            at->byte += bytes;
-            bytes = 0;
-        }
-    }
-}
-
-/* transfer(fd, rows, sending, more): see _native.pyi. */
-static PyObject *transfer(PyObject *self, PyObject *args) {
-    Py_buffer view;
-    int fd, sending, more, failed = 0;
-    (void)self;
-    if (!PyArg_ParseTuple(args, "iy*pp", &fd, &view, &sending, &more)) return NULL;
-    if (view.len % (4 * (Py_ssize_t)sizeof(int64_t)) != 0) {
-        PyBuffer_Release(&view);
-        PyErr_SetString(PyExc_ValueError, "rows: length is not a multiple of 32 bytes");
-        return NULL;
-    }
-    int64_t total = 0;
-    Py_BEGIN_ALLOW_THREADS
-    Progress at = {view.buf, view.len / (Py_ssize_t)(4 * sizeof(int64_t)), 0, 0, 0};
-    struct iovec parts[PARTS];
-    struct msghdr message = {0};
-    int last;
-    message.msg_iov = parts;
-    while ((message.msg_iovlen = (size_t)next_parts(at, parts, &last)) > 0) {
-        int flags = MSG_NOSIGNAL | (more || !last ? MSG_MORE : 0);
-        ssize_t moved = sending ? sendmsg(fd, &message, flags) : recvmsg(fd, &message, MSG_WAITALL);
-        if (moved < 0 && errno == EINTR) continue;
-        if (moved < 0) failed = errno;
-        if (moved <= 0) break;
-        total += moved;
-        advance(&at, moved);
-    }
-    Py_END_ALLOW_THREADS
-    PyBuffer_Release(&view);
-    if (failed) {
-        errno = failed;
-        return PyErr_SetFromErrno(PyExc_OSError);
-    }
-    return PyLong_FromLongLong(total);
-}
+/* transfer(fd, rows, sending, more): in _native_transfer.c. */
+extern PyObject *torchstore_transfer(PyObject *self, PyObject *args);
 
 /* The part of DLPack 1.x for inspecting tensors without torch's headers; see dlpack.h. */
 typedef struct {
@@ -561,7 +477,7 @@ static PyMethodDef methods[] = {
     {"copy_rows", copy_rows, METH_VARARGS,
      "copy_rows(grids, stream)\n\nCopy each (dst, src, nbytes, rows, dst step, src step) of an int64\n"
      "buffer, row by row, GIL released."},
-    {"transfer", transfer, METH_VARARGS,
+    {"transfer", torchstore_transfer, METH_VARARGS,
      "transfer(fd, rows, sending, more)\n\nSend or receive each (address, nbytes, rows, stride) of an "
      "int64\nbuffer, GIL released; the number of bytes."},
     {"look", look, METH_VARARGS,

@@ -13,8 +13,8 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, islice
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from torchstore_core.machine import socket_rows
 from torchstore_transports.tcp.wire.memory import Piece, incoming, outgoing
@@ -56,7 +56,7 @@ class Connection:
         #: Whether sending copies anyway: TLS does, and over the loopback a copy from memory is
         #: faster than handing over pages one by one.
         self.copies = self.encrypted or sock.getsockname()[0] == sock.getpeername()[0]
-        # Whether the kernel can read rows of memory and fill them directly.
+        # Whether compiled code moves rows of memory, otherwise buffers are made of them here.
         self._rows = socket_rows.has_native() and not self.encrypted
         self._shut = False
         # Reentrant, because the collector may drop a link, and shut its connections, at any moment.
@@ -102,17 +102,16 @@ class Connection:
 
     def receive_pieces(self, pieces: Sequence[Piece]) -> None:
         """Fill the pieces of memory, one after the other."""
-        for packed, some in self._by_way(pieces):
-            if packed:
-                for views in incoming(some):
-                    self.receive(views)
-                continue
-            try:
-                got = socket_rows.receive_rows(self._socket.fileno(), some)
-            except BlockingIOError as error:
-                raise _stalled() from error
-            if got < sum([nbytes * rows for _, nbytes, rows, _ in some]):
-                self._check(0)
+        if not self._rows:
+            for views in incoming(pieces):
+                self.receive(views)
+            return
+        try:
+            got = socket_rows.receive_rows(self._socket.fileno(), pieces)
+        except BlockingIOError as error:
+            raise _stalled() from error
+        if got < sum([nbytes * rows for _, nbytes, rows, _ in pieces]):
+            self._check(0)
 
     def drain(self, most: int) -> None:
         """Discard what arrives, until the peer closes the connection or ``most`` bytes came."""
@@ -177,25 +176,14 @@ class Connection:
 
     def send_pieces(self, pieces: Sequence[Piece]) -> None:
         """Send the bytes of pieces of memory, one after the other."""
-        for packed, some in self._by_way(pieces):
-            if packed:
-                for views in outgoing(some):
-                    self.send(views)
-                continue
-            try:
-                socket_rows.send_rows(self._socket.fileno(), some)
-            except BlockingIOError as error:
-                raise _stalled() from error
-
-    def _by_way(self, pieces: Sequence[Piece]) -> Iterator[tuple[bool, list[Piece]]]:
-        """Yield the pieces in order, in groups; the flag says whether a group goes through a
-        buffer, or the kernel accesses its memory directly.
-        """
         if not self._rows:
-            yield True, [*pieces]
+            for views in outgoing(pieces):
+                self.send(views)
             return
-        for packed, some in groupby(pieces, lambda one: one.packed):
-            yield packed, [*some]
+        try:
+            socket_rows.send_rows(self._socket.fileno(), pieces)
+        except BlockingIOError as error:
+            raise _stalled() from error
 
     def _send_encrypted(self, views: Iterable[memoryview]) -> None:
         joined = bytearray()

@@ -1,8 +1,8 @@
-"""Pieces of memory as buffers.
+"""Pieces of memory as buffers, for what compiled code cannot do (``machine/socket_rows.py``): TLS,
+checksums, and an installation without a compiler.
 
-Rows are sent directly from their memory, and received directly into it. Only rows so short that a
-copy costs less than passing each to the kernel go through a buffer, one part at a time, so that the
-buffer stays in the cache and its pages are never new.
+Short rows go through a buffer of the thread, one part at a time, so that the buffer stays in the
+cache and its pages are never new.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from torchstore_core.machine.copying import Grid, copy_grids
 
 __all__ = ["Piece", "incoming", "outgoing"]
 
-# Shorter rows are packed, because passing each to the kernel takes longer than copying them. CPU
-# time of both ends over the loopback, in ps per byte: packed 207 instead of 260 for rows of 768
-# bytes, but 260 instead of 195 for 4 KB; 130 without rows.
+# Shorter rows are packed, because passing each to the kernel takes longer than copying them.
 _SHORT = 3 << 10
 # Bytes of the buffer for packed rows. Each thread has one. Half of it is 10 to 40 % slower.
 _BUFFER = 512 << 10
@@ -40,11 +38,6 @@ class Piece(NamedTuple):
     nbytes: int
     rows: int
     stride: int
-
-    @property
-    def packed(self) -> bool:
-        """Whether the rows are so short that they go through a buffer."""
-        return self.rows > 1 and self.nbytes < _SHORT
 
 
 def outgoing(pieces: Iterable[Piece]) -> Iterator[list[memoryview]]:
@@ -77,7 +70,7 @@ def _parts(pieces: Iterable[Piece]) -> Iterator[tuple[list[memoryview], list[Gri
     used = 0
     for piece in pieces:
         address, nbytes, rows, stride = piece
-        if piece.packed:
+        if rows > 1 and nbytes < _SHORT:
             done = 0
             while done < rows:
                 some = min(rows - done, (_BUFFER - used) // nbytes)
