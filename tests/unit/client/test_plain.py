@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchstore_core.clients.values import plain
-from torchstore_core.clients.values.plain import Looked, look
+from torchstore_core.clients.values.plain import Looked, look, still_there
 from torchstore_core.clients.values.tensors import _BY_NAME, LOWEST_ADDRESS, describe
 from torchstore_core.machine import copying
 
@@ -132,6 +132,47 @@ def test_a_look_at_the_metadata_misses_at_most_what_a_storage_lost(form: str) ->
         assert alone.metas == [describe(value)]
     else:
         assert alone[:3] == known[:3]
+
+
+@needs_native
+@pytest.mark.parametrize("form", [form for form, (_, is_plain) in FORMS.items() if is_plain])
+def test_what_has_not_changed_is_still_there(form: str) -> None:
+    values = [FORMS[form][0](base()) for _ in range(plain.MANY)]
+    looked = look(values)
+    storages = still_there(values, looked.addresses, looked.sizes)
+    assert storages is not None
+    assert columns(looked._replace(storages=storages)) == columns(looked)
+
+
+#: What may become of a contiguous part of 6 x 8 floats after it was seen.
+CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "freed": lambda t: t.untyped_storage().resize_(0),
+    "shrunk": lambda t: t.untyped_storage().resize_(400),
+    "smaller": lambda t: t.resize_(4, 4),
+    "larger": lambda t: t.resize_(90, 90),
+    "transposed": lambda t: t.t_(),
+    "elsewhere": lambda t: t.set_(torch.zeros(12, 8)[5:11]),
+    "other rows": lambda t: t.set_(t.untyped_storage(), 40, (6, 8)),
+    "every other row": lambda t: t.set_(torch.zeros(12, 8)[::2]),
+}
+
+
+@needs_native
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_has_changed_is_not_there_any_more(change: str) -> None:
+    values = [torch.arange(96.0).view(12, 8)[6:] for _ in range(plain.MANY)]
+    looked = look(values, memory=False)
+    assert still_there(values, looked.addresses, looked.sizes) is not None
+    CHANGES[change](values[2])
+    assert still_there(values, looked.addresses, looked.sizes) is None
+
+
+@needs_native
+@pytest.mark.parametrize("form", ["freed", "shrunk", "later rows, shrunk", "said to be zeros"])
+def test_what_its_storage_does_not_hold_is_not_there(form: str) -> None:
+    values = [FORMS[form][0](base()) for _ in range(plain.MANY)]
+    places = [value.data_ptr() for value in values]
+    assert still_there(values, places, [value.nbytes for value in values]) is None
 
 
 @needs_native

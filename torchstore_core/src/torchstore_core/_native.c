@@ -249,6 +249,14 @@ typedef struct {
 /* The string "dtype"; made once, because looking up a new one would take longer than the rest. */
 static PyObject *dtype_attribute;
 
+/* What is in torch's capsule; NULL with an exception if it is of another version of DLPack. */
+static const ExchangeAPI *exchange_api(PyObject *capsule) {
+    const ExchangeAPI *api = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    if (api == NULL || (api->major == 1 && api->look != NULL)) return api;
+    PyErr_SetString(PyExc_ValueError, "api: another version of DLPack");
+    return NULL;
+}
+
 /* The number that a method without arguments returns, or -1 if it raises: all the numbers that are
  * queried here are at least 0. */
 static int64_t number_of(PyObject *method, PyObject *object) {
@@ -257,6 +265,36 @@ static int64_t number_of(PyObject *method, PyObject *object) {
     int64_t number = PyLong_AsLongLong(found);
     Py_DECREF(found);
     return number;
+}
+
+/* The bytes of a tensor that is contiguous and lies in the ``there`` bytes of its storage, at
+ * ``offset`` (in elements); 0 if it is not, or is empty. */
+static int64_t contiguous_bytes(const DLTensor *seen, int64_t there, int64_t offset) {
+    int64_t itemsize = seen->dtype.bits / 8;
+    int64_t numel = 1;
+    for (int dim = seen->ndim - 1; dim >= 0; dim--) {
+        int64_t extent = seen->shape[dim];
+        if (extent != 1 && seen->strides[dim] != numel) return 0;
+        /* The number of elements in the storage fits into an int64, and so does any product of
+         * fewer extents. If a product is too large for the storage, the tensor is not plain. */
+        if (extent != 0 && numel > there / itemsize / extent) return 0;
+        numel *= extent;
+    }
+    if (numel == 0 || offset > there / itemsize - numel) return 0;
+    if ((uintptr_t)seen->data < LOWEST_ADDRESS + (uintptr_t)(offset * itemsize)) return 0;
+    return numel * itemsize;
+}
+
+/* A new reference to the storage of a tensor, its size in bytes, and where in it the tensor begins,
+ * in elements; NULL with an exception if torch cannot tell. */
+static PyObject *storage_of(const Methods *methods, PyObject *tensor, int64_t *there,
+                            int64_t *offset) {
+    PyObject *storage = PyObject_CallOneArg(methods->untyped_storage, tensor);
+    if (storage == NULL) return NULL;
+    *there = number_of(methods->storage_nbytes, storage);
+    if (*there >= 0 && (*offset = number_of(methods->storage_offset, tensor)) >= 0) return storage;
+    Py_DECREF(storage);
+    return NULL;
 }
 
 /* Returns the size in bytes of a tensor if it is plain (see ``values.plain``), and fills in its
@@ -270,12 +308,8 @@ static int64_t plain_bytes(const ExchangeAPI *api, const Methods *methods, PyObj
     if (negative != 0) return negative < 0 ? -1 : 0;
     int64_t there = INT64_MAX, offset = 0;
     if (storage != NULL) {
-        *storage = PyObject_CallOneArg(methods->untyped_storage, tensor);
+        *storage = storage_of(methods, tensor, &there, &offset);
         if (*storage == NULL) return -1;
-        there = number_of(methods->storage_nbytes, *storage);
-        if (there < 0) return -1;
-        offset = number_of(methods->storage_offset, tensor);
-        if (offset < 0) return -1;
     }
     if (api->look(tensor, seen) != 0) return -1;
     int code = seen->dtype.code;
@@ -292,19 +326,7 @@ static int64_t plain_bytes(const ExchangeAPI *api, const Methods *methods, PyObj
     if (seen->device_type != DLPACK_CPU || seen->dtype.code == DLPACK_COMPLEX ||
         seen->dtype.lanes != 1 || seen->dtype.bits % 8 != 0 || seen->ndim > MAX_DIMS)
         return 0;
-    int64_t itemsize = seen->dtype.bits / 8;
-    int64_t numel = 1;
-    for (int dim = seen->ndim - 1; dim >= 0; dim--) {
-        int64_t extent = seen->shape[dim];
-        if (extent != 1 && seen->strides[dim] != numel) return 0;
-        /* The number of elements in the storage fits into an int64, and so does any product of
-         * fewer extents. If a product is too large for the storage, the tensor is not plain. */
-        if (extent != 0 && numel > there / itemsize / extent) return 0;
-        numel *= extent;
-    }
-    if (numel == 0 || offset > there / itemsize - numel) return 0;
-    if ((uintptr_t)seen->data < LOWEST_ADDRESS + (uintptr_t)(offset * itemsize)) return 0;
-    return numel * itemsize;
+    return contiguous_bytes(seen, there, offset);
 }
 
 /* look(api, types, methods, describe, known, values, memory): see _native.pyi. */
@@ -318,12 +340,8 @@ static PyObject *look(PyObject *self, PyObject *args) {
                           &methods.storage_nbytes, &describe, &PyDict_Type, &known, &PyList_Type,
                           &values, &memory))
         return NULL;
-    const ExchangeAPI *api = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    const ExchangeAPI *api = exchange_api(capsule);
     if (api == NULL) return NULL;
-    if (api->major != 1 || api->look == NULL) {
-        PyErr_SetString(PyExc_ValueError, "api: another version of DLPack");
-        return NULL;
-    }
     Py_ssize_t count = PyList_GET_SIZE(values);
     PyObject *metas = PyList_New(count), *sizes = PyList_New(count), *places = PyList_New(count);
     PyObject *storages = PyList_New(memory ? count : 0);
@@ -399,6 +417,54 @@ failed:
     Py_XDECREF(storages);
     Py_XDECREF(meta);
     Py_XDECREF(size);
+    return NULL;
+}
+
+/* still(api, methods, values, addresses, sizes): see _native.pyi. */
+static PyObject *still(PyObject *self, PyObject *args) {
+    PyObject *capsule, *values, *addresses, *sizes;
+    Methods methods;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "O(OOOO)O!O!O!", &capsule, &methods.is_neg,
+                          &methods.storage_offset, &methods.untyped_storage,
+                          &methods.storage_nbytes, &PyList_Type, &values, &PyList_Type,
+                          &addresses, &PyList_Type, &sizes))
+        return NULL;
+    const ExchangeAPI *api = exchange_api(capsule);
+    if (api == NULL) return NULL;
+    Py_ssize_t count = PyList_GET_SIZE(values);
+    if (PyList_GET_SIZE(addresses) != count || PyList_GET_SIZE(sizes) != count) {
+        PyErr_SetString(PyExc_ValueError, "values, addresses and sizes differ in length");
+        return NULL;
+    }
+    PyObject *storages = PyList_New(count);
+    for (Py_ssize_t at = 0; storages != NULL && at < count; at++) {
+        PyObject *value = PyList_GET_ITEM(values, at); /* the lists belong to the caller */
+        int64_t there, offset;
+        DLTensor seen;
+        PyObject *storage = storage_of(&methods, value, &there, &offset);
+        if (storage == NULL || api->look(value, &seen) != 0) {
+            Py_XDECREF(storage);
+            if (!PyErr_ExceptionMatches(PyExc_Exception)) goto failed;
+            PyErr_Clear();
+            goto changed;
+        }
+        PyList_SET_ITEM(storages, at, storage);
+        int64_t address = PyLong_AsLongLong(PyList_GET_ITEM(addresses, at));
+        int64_t nbytes = PyLong_AsLongLong(PyList_GET_ITEM(sizes, at));
+        if (PyErr_Occurred()) goto failed;
+        if (nbytes <= 0 || (int64_t)(uintptr_t)seen.data != address ||
+            seen.device_type != DLPACK_CPU || seen.dtype.lanes != 1 ||
+            seen.dtype.bits < 8 || seen.ndim > MAX_DIMS ||
+            contiguous_bytes(&seen, there, offset) != nbytes)
+            goto changed;
+    }
+    return storages;
+changed:
+    Py_DECREF(storages);
+    Py_RETURN_NONE;
+failed:
+    Py_DECREF(storages);
     return NULL;
 }
 
@@ -483,6 +549,9 @@ static PyMethodDef methods[] = {
     {"look", look, METH_VARARGS,
      "look(api, types, methods, describe, known, values, memory)\n\nWhat each value is, how many bytes it has, and "
      "where they lie, if it is a plain tensor."},
+    {"still", still, METH_VARARGS,
+     "still(api, methods, values, addresses, sizes)\n\nThe storages of plain tensors that look() has seen, or None "
+     "if the bytes of\none are not where they were any more."},
     {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "torchstore_core._native",

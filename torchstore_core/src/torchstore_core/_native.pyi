@@ -3,6 +3,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 D = TypeVar("D")
+_Methods = tuple[
+    Callable[[Any], bool], Callable[[Any], int], Callable[[Any], Any], Callable[[Any], int]
+]
 
 def copy_runs(runs: list[tuple[int, int, int]], base: int, into: bool, stream: bool, /) -> None: ...
 def copy_columns(
@@ -20,12 +23,18 @@ def transfer(fd: int, rows: array[int], sending: bool, more: bool, /) -> int: ..
 def look(
     api: object,
     types: tuple[type, type],
-    methods: tuple[
-        Callable[[Any], bool], Callable[[Any], int], Callable[[Any], Any], Callable[[Any], int]
-    ],
+    methods: _Methods,
     describe: Callable[[Any], D],
     known: dict[bytes, D],
     values: list[Any],
     memory: bool,
     /,
 ) -> tuple[list[D | None], list[int], list[int], list[Any]]: ...
+def still(
+    api: object,
+    methods: _Methods,
+    values: list[Any],
+    addresses: list[int],
+    sizes: list[int],
+    /,
+) -> list[Any] | None: ...

@@ -452,6 +452,8 @@ class Controller:
         for index, nbytes in txn.granted.items():
             volume = self.volumes[index]
             volume.unfinished -= nbytes
+            if volume.memory.warm >= volume.allocator.high_water:  # the usual case
+                continue
             if alone:
                 ends = [v.offset + v.nbytes for v in txn.values if v.data is None]
             else:

@@ -27,7 +27,7 @@ __all__ = [
     "Kind",
     "in_a_row",
 ]
-__all__ += ["kinds_of", "pack", "rounded_sum", "spread", "unpack"]
+__all__ += ["kinds_of", "pack", "rounded_sum", "running_totals", "spread", "unpack"]
 
 #: Every value in a segment starts at a multiple of this: one cache line, enough for any dtype.
 ALIGNMENT = 64
@@ -191,6 +191,17 @@ def in_a_row(start: int, sizes: Sequence[int]) -> list[int]:
         return list(range(start, start + step * len(sizes), step))
     steps = [(size + ALIGNMENT - 1) & -ALIGNMENT for size in sizes]
     return list(accumulate(steps[:-1], initial=start))
+
+
+def running_totals(sizes: Sequence[int]) -> Sequence[int]:
+    """The bytes of each value and all before it.
+
+    >>> list(running_totals([100, 1, 64])), list(running_totals([8, 8]))
+    ([100, 101, 165], [8, 16])
+    """
+    if sizes and sizes[0] and _are_equal(sizes):
+        return range(sizes[0], sizes[0] * len(sizes) + 1, sizes[0])
+    return list(accumulate(sizes))
 
 
 def rounded_sum(sizes: Sequence[int]) -> int:

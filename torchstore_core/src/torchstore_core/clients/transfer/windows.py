@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, count
+from itertools import count
 
 import torch
 
@@ -26,6 +26,7 @@ from torchstore_core.clients.values.tensors import (
 from torchstore_core.contracts.transport import SupportsWindow, Window
 from torchstore_core.errors import TransportError
 from torchstore_core.machine import copying
+from torchstore_core.wire.columns import running_totals
 
 __all__ = ["by_window"]
 
@@ -149,7 +150,7 @@ def _column_tasks(
     link: SupportsWindow, batch: Batch, base: int, move: Columns, size: int, progress: _Progress
 ) -> Iterator[copying.Task]:
     """Divide columns into tasks of about ``size`` bytes."""
-    ends = list(accumulate(move.sizes))
+    ends = running_totals(move.sizes)
     first = done = 0
     while first < len(ends):
         last = bisect_right(ends, done + size, lo=first)

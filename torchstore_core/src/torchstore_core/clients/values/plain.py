@@ -23,10 +23,23 @@ try:
 except ImportError:  # built without a compiler
     _native_look = None  # type: ignore[assignment]
 _compiled: Callable[..., Any] | None = _native_look
+try:
+    from torchstore_core._native import still as _native_still
+except ImportError:  # or from older source than this
+    _native_still = None  # type: ignore[assignment]
+_compiled_still: Callable[..., Any] | None = _native_still
 
-__all__ = ["MANY", "Looked", "look"]
+__all__ = ["MANY", "Looked", "look", "still_there"]
 
 _MAX_KINDS = 4096
+_tensor: Any = torch.Tensor
+# What the compiled functions call for every tensor.
+_METHODS = (
+    _tensor.is_neg,
+    _tensor.storage_offset,
+    _tensor.untyped_storage,
+    torch.UntypedStorage.nbytes,
+)
 #: Fewer values than this are always inspected one by one, because that takes less time.
 MANY = 4
 
@@ -58,6 +71,29 @@ def look(values: list[Any], *, memory: bool = True) -> Looked:
     return _look(values, memory) if len(values) >= MANY else _FEW[len(values)]
 
 
+def still_there(
+    values: list[torch.Tensor], addresses: list[int], sizes: list[int]
+) -> list[Any] | None:
+    """The storages of plain tensors that :func:`look` has seen, if each of them still has as many
+    bytes at the same address, and contiguous; else None. Keeping the storages keeps the memory
+    alive, unless a storage is resized.
+
+    It finds out no more than must be known just before the bytes are moved, and so takes half the
+    time of a second look.
+    """
+    if _compiled_still is None:
+        return None
+    storages: list[Any] | None = _compiled_still(
+        _exchange_api(), _METHODS, values, addresses, sizes
+    )
+    return storages
+
+
+def _exchange_api() -> Any:
+    """How C code inspects the tensors of this torch; None if it does not offer that."""
+    return getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+
+
 def _nothing(values: list[Any], memory: bool = True) -> Looked:
     """Used without the compiled module, or without the interface of torch that it needs. All values
     are then inspected one by one, as building the columns in Python would take longer.
@@ -69,20 +105,12 @@ def _nothing(values: list[Any], memory: bool = True) -> Looked:
 
 def _best() -> Callable[..., Looked]:
     """The compiled function, if it was built and this torch lets C code inspect its tensors."""
-    api = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    api = _exchange_api()
     if _compiled is None or api is None:
         return _nothing
-    tensor: Any = torch.Tensor
-    methods = tensor.is_neg, tensor.storage_offset, tensor.untyped_storage
     known: dict[bytes, TensorMeta] = {}
-    native = partial(
-        _compiled,
-        api,
-        (tensor, torch.nn.Parameter),
-        (*methods, torch.UntypedStorage.nbytes),
-        describe,
-        known,
-    )
+    types = torch.Tensor, torch.nn.Parameter
+    native = partial(_compiled, api, types, _METHODS, describe, known)
 
     def look_at_all(values: list[Any], memory: bool = True) -> Looked:
         if len(known) > _MAX_KINDS:

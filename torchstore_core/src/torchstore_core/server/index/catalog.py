@@ -216,8 +216,8 @@ class Catalog:
                 continue
             if type(old) is Value:  # the usual case
                 value.version = old.version + 1
-                old.uses -= 1
-                if not (old.uses or old.pins):
+                old.uses = uses = old.uses - 1
+                if not (uses or old.pins):
                     freed.append(old)
             elif old is None:
                 value.version = self._deleted.pop(key, self._version_floor) + 1

@@ -10,7 +10,7 @@ import torch
 from torchstore_core.clients.transfer.columns.sources import TensorColumns
 from torchstore_core.clients.transfer.moves import Batch, Columns, Move, PutBatch
 from torchstore_core.clients.transfer.targets import new_tensor, out_of_memory
-from torchstore_core.clients.values.plain import look
+from torchstore_core.clients.values.plain import look, still_there
 from torchstore_core.clients.values.tensors import dtype_of
 from torchstore_core.errors import TransportError
 from torchstore_core.values import TensorMeta
@@ -45,16 +45,18 @@ class ColumnsPut(Batch):
 
     def moves(self, room: int | None) -> Iterator[Move]:
         columns, offsets = self._columns, self._offsets
-        _check_room(offsets, columns.sizes, room, self.segment)
+        outermost = [offsets[0], offsets[-1]]  # they ascend
+        _check_room(outermost, columns.sizes[-1:], room, self.segment)
         memory: list[torch.UntypedStorage | None] = []
         # If the ``.data`` of a tensor is replaced during the copy, its memory must stay alive.
         self._memory = memory
         for start in range(0, len(columns), _AT_ONCE):
             part = slice(start, start + _AT_ONCE)
-            looked = look(columns.tensors[part])
-            if looked.metas == columns.metas[part]:
-                memory += looked.storages
-                yield Columns(looked.addresses, offsets[part], columns.sizes[part])
+            addresses, sizes = columns.addresses[part], columns.sizes[part]
+            storages = still_there(columns.tensors[part], addresses, sizes)
+            if storages is not None:
+                memory += storages
+                yield Columns(addresses, offsets[part], sizes)
                 continue
             sources = columns.sources(start, start + _AT_ONCE)
             one_by_one = PutBatch(self.volume, self.segment, sources, offsets[part])

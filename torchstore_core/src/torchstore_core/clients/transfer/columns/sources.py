@@ -58,10 +58,10 @@ def tensor_columns(keys: Collection[Any], values: Collection[Any]) -> TensorColu
         return None
     tensors = list(values)
     looked = look(tensors, memory=False)
-    if None in looked.metas:
+    sizes = looked.sizes
+    if not min(sizes):  # a value is not plain
         return None
     metas: list[Any] = looked.metas
-    sizes = looked.sizes
     nbytes = sum(sizes)
     if nbytes >= LARGE * len(sizes):
         return None
