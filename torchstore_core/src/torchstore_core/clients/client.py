@@ -236,7 +236,7 @@ class Client(VolumeOperations):
             here = self._here(clock)
             if here is None:
                 here = await self._join(clock)
-                if isinstance(sources, TensorColumns):
+                if type(sources) is TensorColumns:
                     sources = sources.sources()
                 look_again(sources)
             session, channel = here

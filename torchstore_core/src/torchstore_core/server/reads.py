@@ -54,7 +54,7 @@ class Reads:
             ProtocolError: the lease id is in use.
             Delayed, StoreFullError: see ``Spilling.use``.
         """
-        if isinstance(request, m.LocateKeys):
+        if type(request) is m.LocateKeys:
             columns = self._columns(session, request, map(self._catalog.newest.get, request.keys))
             if columns is not None:
                 return columns, True
@@ -124,11 +124,11 @@ class Reads:
         """
         manifest, version, timeline = self._manifest(request)
         entries = manifest.entries
-        if isinstance(request, m.FetchKeys) or request.wants is None:
+        if type(request) is m.FetchKeys or request.wants is None:
             reply = self._fetch_columns(session, request, manifest, version, timeline)
             if reply is not None:
                 return reply
-        if isinstance(request, m.FetchKeys):
+        if type(request) is m.FetchKeys:
             request = one_by_one(request)
         wanted: list[Stored | None]
         boxes: list[m.Box | None]
@@ -201,7 +201,7 @@ class Reads:
         names: list[str] = []
         paths: dict[int, bytes] = {}
         found: list[Stored | None]
-        if isinstance(request, m.FetchKeys):
+        if type(request) is m.FetchKeys:
             asked = set(request.keys)
             if len(asked) < len(entries):
                 names = [name for name in entries if name not in asked]

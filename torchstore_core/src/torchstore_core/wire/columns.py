@@ -10,7 +10,7 @@ import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import TypeVar
+from typing import TypeVar, final
 
 import msgspec
 
@@ -72,6 +72,7 @@ class ItemColumns(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return _indices(self.of, len(self.kinds), len(self.keys))
 
 
+@final
 class EntryColumns(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Located tensors, each of them whole and in one segment of one volume, to be read there.
 

@@ -46,7 +46,7 @@ async def put_sources(
         The reply, with the version of each source; for a state dict, a single one.
     """
     if nbytes == 0 or nbytes <= session.inline_max():
-        if isinstance(sources, TensorColumns):
+        if type(sources) is TensorColumns:
             sources = sources.sources()
         items = [source.item(inline_bytes(source)) for source in sources]
         kind = m.Rewind if rewind else m.Put
@@ -117,7 +117,7 @@ class Putting:
         """Have the server grant memory for the values."""
         items: list[m.PutItem] = []
         columns: m.ItemColumns | None = None
-        if isinstance(self._sources, TensorColumns):
+        if type(self._sources) is TensorColumns:
             columns = self._sources.wire()
         else:
             items = [
@@ -153,7 +153,7 @@ class Putting:
     def _planned(self) -> Sequence[Batch]:
         """The plan: which source is written to which place."""
         sources, grants = self._sources, self._grants
-        if isinstance(sources, TensorColumns):
+        if type(sources) is TensorColumns:
             first = grants[0] if grants else None
             if len(grants) == 1 and first is not None:
                 offsets = in_a_row(first.offset, sources.sizes)

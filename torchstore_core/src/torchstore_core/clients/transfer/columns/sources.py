@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, final
 
 import msgspec
 import torch
@@ -19,6 +19,7 @@ __all__ = ["TensorColumns", "are_names", "keys_of", "tensor_columns", "total"]
 _STR = {str}
 
 
+@final
 class TensorColumns(msgspec.Struct, frozen=True, gc=False):
     """Plain tensors to put, which are the user's own objects; see ``values.plain``.
 
@@ -78,14 +79,14 @@ def are_names(keys: Collection[Any], longest: int = m.MAX_KEY) -> bool:
 
 def keys_of(sources: Sequence[Source] | TensorColumns) -> list[str]:
     """The keys of what is to be put."""
-    if isinstance(sources, TensorColumns):
+    if type(sources) is TensorColumns:
         return sources.keys
     return [source.key for source in sources]
 
 
 def total(sources: Sequence[Source] | TensorColumns) -> int:
     """The bytes of what is to be put."""
-    if isinstance(sources, TensorColumns):
+    if type(sources) is TensorColumns:
         return sources.nbytes
     if len(sources) == 1:  # very often
         return sources[0].nbytes
