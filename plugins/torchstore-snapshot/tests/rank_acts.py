@@ -295,23 +295,24 @@ def die_in_a_take(folder: str, moment: str) -> str:
     rank = dist.get_rank()
     state = {"m": StateDict(mine=torch.full((100_000,), float(rank)), n=rank)}
     if rank == 1:
-        write, pwrite = taking.write, os.pwrite
+        write, pwritev = taking.write, os.pwritev
 
         def die(*_: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        def write_half(file: int, data: Any, offset: int) -> int:
-            if os.readlink(f"/proc/self/fd/{file}").endswith(".safetensors") and len(data) > 99_999:
-                pwrite(file, data[: len(data) // 2], offset)
+        def write_half(file: int, parts: Any, offset: int) -> int:
+            if os.readlink(f"/proc/self/fd/{file}").endswith(".safetensors"):
+                data = b"".join(parts)
+                pwritev(file, [data[: len(data) // 2]], offset)
                 die()
-            return pwrite(file, data, offset)
+            return pwritev(file, parts, offset)
 
         def write_all(prepared: taking.Prepared) -> Any:
             write(prepared)
             die()
 
         if moment == "half":
-            os.pwrite = write_half
+            os.pwritev = write_half
         else:
             taking.write = {"before": die, "after": write_all}[moment]
     try:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torchstore_core.machine.copying import copy_threads
 from torchstore_snapshot.stopping import Stop, Stopped, check, current, until
 
-__all__ = ["run_tasks"]
+__all__ = ["interleaved", "run_tasks"]
 
 Task = Callable[[], None]
 
@@ -76,3 +77,51 @@ class _Queue:
                     self.error = self.error or error
                 self.empty = True
                 return
+
+
+class _Lane:
+    def __init__(self, tasks: Iterator[Task]) -> None:
+        self.tasks = tasks
+        self.running = 0
+
+
+def interleaved(lanes: Sequence[Iterator[Task]], width: int) -> Iterator[Task]:
+    """Return the tasks of several lanes, for threads that should get in each other's way as little
+    as possible: the next one is from the lane of which the fewest are running.
+
+    Args:
+        lanes: the tasks of each, which are in order.
+        width: from how many lanes tasks are taken at a time.
+
+    >>> a, b = (iter([functools.partial(print, name)] * 2) for name in "ab")
+    >>> for task in interleaved([a, b], width=2):
+    ...     task()
+    a
+    a
+    b
+    b
+    """
+    lock = threading.Lock()
+    waiting = list(reversed(lanes))
+    open_: list[_Lane] = []
+    while True:
+        while waiting and len(open_) < width:
+            open_.append(_Lane(waiting.pop()))
+        if not open_:
+            return
+        lane = min(open_, key=lambda lane: lane.running)
+        task = next(lane.tasks, None)
+        if task is None:
+            open_.remove(lane)
+            continue
+        with lock:
+            lane.running += 1
+        yield functools.partial(_run_in, lane, lock, task)
+
+
+def _run_in(lane: _Lane, lock: threading.Lock, task: Task) -> None:
+    try:
+        task()
+    finally:
+        with lock:
+            lane.running -= 1

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +26,13 @@ __all__ = ["Read", "fills", "strides_of", "tasks"]
 
 # Bytes that one task moves.
 _PART = 16 << 20
-# Bytes that are hashed and then copied at a time: what was hashed is still in the cache when it is
-# copied, so that memory is read once for both.
-_STEP = 1 << 20
+# Bytes that are hashed and then copied at a time: what was hashed is still in the cache of the
+# processor's own when it is copied, so that memory is read once for both.
+_STEP = 256 << 10
 
 
-class Read(NamedTuple):
+@dataclass(frozen=True)
+class Read:
     """A box to be read from a piece.
 
     Args:
@@ -47,9 +49,11 @@ class Read(NamedTuple):
     box: boxes.Box
     target: torch.Tensor
 
-    @property
+    @functools.cached_property
     def span(self) -> tuple[int, int]:
         """The first byte and the end, in the file, of what contains the box."""
+        if self.box == self.source:
+            return self.piece.start, self.piece.start + self.target.nbytes
         itemsize = self.target.itemsize
         inner = boxes.relative(self.box, self.source)
         strides = strides_of(self.source.shape)
@@ -108,19 +112,48 @@ def tasks(
         hashes: by the number of each read that is to be hashed on the way (:func:`fills` holds for
             it), where the hashes of its blocks go, by their numbers.
     """
-    for index, read in reads.items():
+    most = copying.chunk_size(sum(read.target.nbytes for read in reads.values()))
+    if isinstance(files, Files) and files.remote:
+        most = 0  # each part is a request, and many are under way at a time
+    group: list[_Part] = []
+    room = most
+    for index, read in sorted(reads.items(), key=lambda item: (item[1].piece.file, item[1].span)):
         target = read.target.detach()
         if not fills(read):
             yield functools.partial(_scatter, files, read, target, advance, limits)
             continue
         begin, _ = read.span
         found = hashes.get(index)
+        memory = bytes_of(read.path, target)
         for start, stop, number in _parts(files, read, hashed=found is not None):
-            memory = bytes_of(read.path, target)[start - begin : stop - begin]
+            if group and (stop - start > room or group[0].read.piece.file != read.piece.file):
+                yield functools.partial(_fill, files, group, advance, limits)
+                group, room = [], most
             keep = found if number >= 0 else None
-            yield functools.partial(
-                _fill, files, read, start, memory, keep, number, advance, limits
-            )
+            group.append(_Part(read, start, memory[start - begin : stop - begin], keep, number))
+            room -= stop - start
+    if group:
+        yield functools.partial(_fill, files, group, advance, limits)
+
+
+class _Part(NamedTuple):
+    """What is copied, and hashed, at a time.
+
+    Args:
+        start: its first byte in the file.
+        memory: where it goes.
+        found: where its hash goes, by ``number``; None if it is not hashed.
+    """
+
+    read: Read
+    start: int
+    memory: memoryview
+    found: dict[int, bytes] | None
+    number: int
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.memory)
 
 
 def _parts(files: Files | Fetched, read: Read, *, hashed: bool) -> Iterator[tuple[int, int, int]]:
@@ -141,36 +174,58 @@ def _parts(files: Files | Fetched, read: Read, *, hashed: bool) -> Iterator[tupl
 
 
 def _fill(
-    files: Files | Fetched,
-    read: Read,
-    start: int,
-    memory: memoryview,
-    found: dict[int, bytes] | None,
-    number: int,
-    advance: Advance | None,
-    limits: Limits,
+    files: Files | Fetched, group: Sequence[_Part], advance: Advance | None, limits: Limits
 ) -> None:
-    hasher = None if found is None else xxhash.xxh3_128()
-    window = files.window(read.piece.file, start, len(memory))
-    step = len(memory) if window is not None and hasher is None else _STEP
-    if window is None and files.request_size(read.piece.file) > 1:
-        step = limits.nbytes or len(memory)
-    for at in range(0, len(memory), max(step, 1)):
-        part = memory[at : at + step]
-        if window is None:
-            _read(files, read, start + at, part)
-            if hasher is not None:
-                hasher.update(part)
-            continue
-        source = window[at : at + step]
-        if hasher is not None:
-            hasher.update(source)
-        # Faster than reading: with stores that bypass the cache.
-        copying.copy_pieces([(address_of(part), address_of(source), len(part))], stream=True)
-    if found is not None and hasher is not None:
-        found[number] = hasher.digest()
+    """Fill parts of one file, which are in order. Parts that touch each other in the file are
+    mapped together, and what needs no hash is copied in one call.
+    """
+    plain: list[tuple[int, int, int]] = []
+    at = 0
+    while at < len(group):
+        last = at + 1
+        while last < len(group) and group[last].start == group[last - 1].end:
+            last += 1
+        start = group[at].start
+        run = group[at:last]
+        window = files.window(run[0].read.piece.file, start, run[-1].end - start)
+        for part in run:
+            if window is None:
+                _fill_by_reading(files, part, limits)
+                continue
+            source = window[part.start - start : part.end - start]
+            if part.found is None:
+                plain.append((address_of(part.memory), address_of(source), len(source)))
+            else:
+                part.found[part.number] = _copy_hashed(part.memory, source)
+        at = last
+    # Faster than reading: with stores that bypass the cache.
+    copying.copy_pieces(plain, stream=True)
     if advance is not None:
-        advance(len(memory))
+        advance(sum(len(part.memory) for part in group))
+
+
+def _copy_hashed(memory: memoryview, source: memoryview) -> bytes:
+    hasher = xxhash.xxh3_128()
+    to, of, nbytes = address_of(memory), address_of(source), len(source)
+    for at in range(0, nbytes, _STEP):
+        size = min(_STEP, nbytes - at)
+        hasher.update(source[at : at + size])
+        copying.copy_pieces([(to + at, of + at, size)], stream=True)
+    return hasher.digest()
+
+
+def _fill_by_reading(files: Files | Fetched, part: _Part, limits: Limits) -> None:
+    hasher = None if part.found is None else xxhash.xxh3_128()
+    step = _STEP
+    if files.request_size(part.read.piece.file) > 1:
+        step = limits.nbytes or len(part.memory)
+    for at in range(0, len(part.memory), max(step, 1)):
+        some = part.memory[at : at + step]
+        _read(files, part.read, part.start + at, some)
+        if hasher is not None:
+            hasher.update(some)
+    if part.found is not None and hasher is not None:
+        part.found[part.number] = hasher.digest()
 
 
 def _read(files: Files | Fetched, read: Read, start: int, buffer: memoryview | bytearray) -> None:
@@ -188,7 +243,7 @@ def _scatter(
     limits: Limits,
 ) -> None:
     """Read a box whose bytes are not contiguous, in the file or in its target."""
-    for part in _cut(read._replace(target=target), limits.nbytes):
+    for part in _cut(replace(read, target=target), limits.nbytes):
         view = part.target
         begin, end = part.span
         buffer: Any = files.window(read.piece.file, begin, end - begin, part.rows)
@@ -223,7 +278,7 @@ def _cut(read: Read, limit: int | None) -> Iterator[Read]:
         count = min(rows, box.shape[dim] - start)
         offset = (*box.offset[:dim], box.offset[dim] + start, *box.offset[dim + 1 :])
         shape = (*box.shape[:dim], count, *box.shape[dim + 1 :])
-        part = read._replace(
-            box=boxes.Box(offset, shape), target=read.target.narrow(dim, start, count)
+        part = replace(
+            read, box=boxes.Box(offset, shape), target=read.target.narrow(dim, start, count)
         )
         yield from _cut(part, limit)

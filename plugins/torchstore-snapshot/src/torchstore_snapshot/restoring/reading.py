@@ -62,6 +62,8 @@ def plan_reads(
     if wanted.is_empty:
         return []
     sources = entry.boxes()
+    if len(sources) == 1 and sources[0] == wanted:
+        return [Read(path, entry.pieces[0], wanted, wanted, target)]
     reads: list[Read] = []
     for index, box in boxes.read_plan(wanted, sources):
         view = target

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-__all__ = ["FileInfo", "KeepsUnfinished", "Maps", "Reader", "Storage", "Writer"]
+__all__ = ["FileInfo", "Gathers", "KeepsUnfinished", "Maps", "Reader", "Storage", "Writer"]
 
 
 class FileInfo(NamedTuple):
@@ -63,6 +63,16 @@ class Reader(Protocol):
 
     def close(self) -> None:
         """Release the file. Idempotent."""
+
+
+@runtime_checkable
+class Gathers(Protocol):
+    """An optional ability of a :class:`Writer`."""
+
+    def write_parts(self, offset: int, parts: Sequence[Any]) -> None:
+        """Write contiguous buffers of bytes, one after the other, at ``offset``, in one request if
+        possible.
+        """
 
 
 @runtime_checkable

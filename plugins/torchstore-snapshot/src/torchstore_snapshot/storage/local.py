@@ -20,6 +20,8 @@ __all__ = ["LocalReader", "LocalStorage", "LocalWriter"]
 
 # What file systems and kernels answer that do not know a call, or a flag of it.
 _UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY}
+# The kernel's limit for one request.
+_PARTS_MAX = 1024
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 # Where fsck puts what it finds; nobody but root may look into it.
@@ -46,6 +48,17 @@ class LocalWriter:
             written = os.pwrite(self._file, rest, offset)
             offset += written
             rest = rest[written:]
+
+    def write_parts(self, offset: int, parts: Sequence[Any]) -> None:
+        for start in range(0, len(parts), _PARTS_MAX):
+            some = parts[start : start + _PARTS_MAX]
+            written = os.pwritev(self._file, some, offset)
+            for part in some:
+                nbytes = memoryview(part).nbytes
+                if written < nbytes:  # of a full disk, or a huge request, not everything is written
+                    self.write(offset + written, memoryview(part)[written:])
+                offset += nbytes
+                written = max(written - nbytes, 0)
 
     def close(self, *, durable: bool) -> None:
         try:

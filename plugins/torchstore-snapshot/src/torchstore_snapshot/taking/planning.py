@@ -12,6 +12,7 @@ import msgspec
 
 from torchstore_core import boxes
 from torchstore_core.errors import LayoutMismatchError
+from torchstore_core.machine.copying import copy_threads
 from torchstore_snapshot.format.paths import data_file
 from torchstore_snapshot.format.safetensors_files import (
     FILE_MAX,
@@ -28,6 +29,9 @@ __all__ += ["plan_files", "split_work"]
 
 #: Values that are not tensors and take up to this many bytes are part of the manifest.
 INLINE_MAX = 64 << 10
+# Files of this size and more are worth writing at the same time as others: the kernel lets only one
+# thread at a time write to a file.
+_SPREAD_MIN = 64 << 20
 
 
 class Holding(msgspec.Struct, array_like=True, frozen=True):
@@ -181,11 +185,19 @@ def plan_files(
         by_key.setdefault(item.key, []).append((unit, stored))
     files: list[PlannedFile] = []
     for key, members in by_key.items():
-        for chosen in group([stored.nbytes for _, stored in members], file_max):
+        sizes = [stored.nbytes for _, stored in members]
+        for chosen in group(sizes, min(file_max, _spread(sizes))):
             name = data_file(key, take, rank, len(files))
             layout = lay_out([members[i][1] for i in chosen])
             files.append(PlannedFile(name, layout, [members[i][0] for i in chosen]))
     return files
+
+
+def _spread(sizes: Sequence[int]) -> int:
+    """Return how large files may be so that as many threads as there are have one each to write."""
+    total = sum(sizes)
+    files = min(copy_threads(), total // _SPREAD_MIN)
+    return total // files + max(sizes) // 2 if files > 1 else total
 
 
 def _stored(item: Item, unit: Unit) -> Stored:

@@ -10,22 +10,20 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
+from torchstore_core.machine.copying import copy_threads
 from torchstore_snapshot.format.hashes import BLOCK, Digest, summed
 from torchstore_snapshot.format.safetensors_files import Layout
 from torchstore_snapshot.progress import Advance
 from torchstore_snapshot.stopping import check
 from torchstore_snapshot.storage.base import Storage, Writer
+from torchstore_snapshot.storage.gathering import Block, Gathered, Run, blocks_of
 from torchstore_snapshot.taking.collecting import Item, LocalPiece
 from torchstore_snapshot.taking.planning import PlannedFile, Unit
 from torchstore_snapshot.taking.strided import bytes_of, write_strided
-from torchstore_snapshot.threads import run_tasks
+from torchstore_snapshot.threads import interleaved, run_tasks
 
 __all__ = ["Fetch", "OpenFiles", "Source", "bytes_of", "source_of", "write_files"]
 
-# Bytes that are hashed and then written at a time: what was hashed is still in the cache when it is
-# written. Steps end at multiples of this in the file, so that the page cache gets huge pages, which
-# are cheaper to write and, above all, to map later.
-_STEP = 2 << 20
 # Bytes of pieces that are fetched at a time.
 _FETCHED = 64 << 20
 
@@ -112,14 +110,24 @@ class OpenFiles:
             self._begin(self._files[0])
 
     def write(self, sources: Iterable[Source]) -> None:
-        """Write some of the files' contents, one file after the other, so that few are open at a
-        time. Where a file must be written in order, the sources of all calls must be in that order.
+        """Write some of the files' contents. Where a file must be written in order, the sources of
+        all calls must be in that order. Only a few files are written to at a time, so that few are
+        open: one after the other, or, if ``sources`` is a list, one by each thread.
 
         Raises:
             OSError: the storage failed.
             UnsupportedValueError: the memory of a tensor was freed in the meantime.
         """
-        run_tasks(self._tasks(sources), self._threads)
+        lanes: dict[int, list[Source]] = {}
+        if isinstance(sources, list) and len(self._files) > 1:
+            for source in sources:
+                lanes.setdefault(source.file, []).append(source)
+        threads = self._threads or copy_threads()
+        if len(lanes) > 1:
+            tasks = interleaved([self._tasks(mine) for mine in lanes.values()], threads)
+        else:
+            tasks = self._tasks(sources)
+        run_tasks(tasks, threads)
 
     def close(self) -> list[list[Digest]]:
         """Finish all files. Returns, for each file, the hashes of its tensors, in order.
@@ -144,27 +152,35 @@ class OpenFiles:
 
     def _tasks(self, sources: Iterable[Source]) -> Iterator[Callable[[], None]]:
         in_order: dict[int, list[Source]] = {}
+        if not self._files:
+            return
+        run, running = Run(0, []), self._files[0]
         for source in sources:
             file = self._files[source.file]
-            if not file.begun and not self._in_order:
-                if file.writer is None:
-                    self._begin(file)
-                if not self._in_order:
-                    file.begun = True
-                    yield functools.partial(self._write_header, file)
+            begins = not file.begun and not self._in_order
+            if begins and file.writer is None:
+                self._begin(file)
             if self._in_order:
                 in_order.setdefault(source.file, []).append(source)
                 continue
+            if begins:
+                file.begun = True
+                yield functools.partial(self._write, running, run)
+                run, running = Run(0, [memoryview(file.layout.header)]), file
             data = source.data
             if isinstance(data, torch.Tensor):
                 yield functools.partial(self._write_tensor, file, source.unit, data)
                 continue
-            number, found = source.begin // BLOCK, file.hashes[source.unit]
             at = file.layout.starts[source.unit] + source.begin
-            for block in _blocks_of([data] if isinstance(data, memoryview) else data):
-                found.extend(b"" for _ in range(number + 1 - len(found)))
-                yield functools.partial(self._write, file, at, block, found, number, source.owner)
-                number, at = number + 1, at + BLOCK
+            for block in _blocks(data, source, file.hashes[source.unit]):
+                if running is not file or run.end != at or run.full:
+                    follows = running is file and run.end == at
+                    following = run.following() if follows else Run(at, [])
+                    yield functools.partial(self._write, running, run)
+                    run, running = following, file
+                run.add(block)
+                at += block.nbytes
+        yield functools.partial(self._write, running, run)
         for index, mine in in_order.items():
             yield functools.partial(self._write_in_order, self._files[index], mine)
 
@@ -179,11 +195,12 @@ class OpenFiles:
             if isinstance(data, torch.Tensor):
                 self._write_tensor(file, source.unit, data)
                 continue
-            found, at = file.hashes[source.unit], starts[source.unit] + source.begin
-            for block in _blocks_of([data] if isinstance(data, memoryview) else data):
-                found.append(b"")
-                self._write(file, at, block, found, len(found) - 1, source.owner)
-                at += BLOCK
+            at = starts[source.unit] + source.begin
+            for block in _blocks(data, source, file.hashes[source.unit]):
+                run = Run(at, [])
+                run.add(block)
+                self._write(file, run)
+                at += block.nbytes
 
     def _begin(self, file: _File) -> Writer:
         writer = file.writer = self._storage.create(file.name, file.layout.nbytes)
@@ -201,31 +218,25 @@ class OpenFiles:
         if self._advance is not None:
             self._advance(tensor.nbytes)
 
-    def _write(
-        self,
-        file: _File,
-        start: int,
-        block: list[memoryview],
-        digests: list[bytes],
-        number: int,
-        owner: Any,
-    ) -> None:
-        del owner  # it was passed only to be kept alive
-        hasher = xxhash.xxh3_128()
-        begin = start
-        for part in block:
-            at = 0
-            while at < part.nbytes:
-                step = part[at : at + _STEP - start % _STEP]
-                hasher.update(step)
-                if file.writer is not None:
-                    file.writer.write(start, step)
-                start += step.nbytes
-                at += step.nbytes
-        digests[number] = hasher.digest()
-        self._written(file, start - begin)
-        if self._advance is not None:
-            self._advance(start - begin)
+    def _write(self, file: _File, run: Run) -> None:
+        if file.writer is None or not (run.before or run.blocks):
+            return
+        gathered = Gathered(file.writer, run.start)
+        for part in run.before:
+            for step in gathered.steps(part):
+                gathered.add(step)
+        for block in run.blocks:
+            hasher = xxhash.xxh3_128()
+            for part in block.parts:
+                for step in gathered.steps(part):
+                    hasher.update(step)
+                    gathered.add(step)
+            block.found[block.number] = hasher.digest()
+        if run.stop == run.end:
+            gathered.flush()
+        self._written(file, run.stop - run.start)
+        if self._advance is not None and run.nbytes:
+            self._advance(run.nbytes)
 
     def _written(self, file: _File, nbytes: int) -> None:
         """Count what was written; the last to do so finishes the file."""
@@ -250,21 +261,14 @@ class OpenFiles:
             self._finish(file)
 
 
-def _blocks_of(parts: list[memoryview]) -> Iterator[list[memoryview]]:
-    """Cut bytes that are in several pieces into blocks. No bytes are one empty block."""
-    block: list[memoryview] = []
-    room = BLOCK
-    for part in parts:
-        at = 0
-        while at < part.nbytes:
-            step = part[at : at + room]
-            block.append(step)
-            at, room = at + step.nbytes, room - step.nbytes
-            if not room:
-                yield block
-                block, room = [], BLOCK
-    if block or not any(part.nbytes for part in parts):
-        yield block
+def _blocks(
+    data: memoryview | list[memoryview], source: Source, found: list[bytes]
+) -> Iterator[Block]:
+    """The blocks of a source whose bytes are in memory."""
+    parts = data if isinstance(data, list) else [data]
+    for number, block in enumerate(blocks_of(parts), source.begin // BLOCK):
+        found.extend(b"" for _ in range(number + 1 - len(found)))
+        yield Block(block, found, number, source.owner)
 
 
 def write_files(
@@ -290,7 +294,8 @@ def write_files(
     try:
         for batch in _batches(items, files):
             check()
-            opened.write(_sources(items, batch, fetch))
+            sources = _sources(items, batch, fetch)
+            opened.write(sources if fetch is not None else list(sources))
         return opened.close()
     except BaseException:
         opened.abort()
@@ -308,7 +313,8 @@ def _batches(items: Sequence[Item], files: Sequence[PlannedFile]) -> Iterator[li
     batch: list[_Place] = []
     nbytes = 0
     for index, file in enumerate(files):
-        for position, unit in enumerate(file.units):
+        for position in sorted(range(len(file.units)), key=file.layout.starts.__getitem__):
+            unit = file.units[position]
             item = items[unit.item]
             piece = item.pieces[unit.piece] if item.is_tensor else None
             if piece is not None and not piece.tensor.is_meta:
