@@ -13,6 +13,7 @@ from tests.monarch.jobs import Job
 from tests.support import until
 
 import torchstore_core as ts
+from torchstore_core.contracts.transport import SupportsProgress
 
 MB = 1 << 20
 
@@ -50,13 +51,27 @@ async def _many_are_right(seed: int) -> bool:
     )
 
 
+async def _progress() -> int:
+    """What the links of this process report to have moved."""
+    session = await (await ts.client())._joined.session(10)
+    links = [
+        await volume.connect(candidate)
+        for volume in session.volumes
+        for candidate in volume.candidates(MB)
+        if candidate.spec.name == "monarch-rdma"
+    ]
+    return sum(link.progress() for link in links if isinstance(link, SupportsProgress))
+
+
 @pytest.mark.parametrize("nbytes", [2 * MB, 65 * MB + 3])
 async def test_large_values_go_both_ways(rdma: Job, nbytes: int) -> None:
     """More than one request at a time can carry, too."""
     for writer in (0, 1):
         await rdma.at(writer, acts.put_ones, "large", nbytes, writer + 1)
+        before = await rdma.at(1 - writer, _progress)
         got = await rdma.at(1 - writer, acts.get_shape, "large")
         assert got == ((nbytes,), [writer + 1])
+        assert await rdma.at(1 - writer, _progress) == before + nbytes
     await rdma.at(0, acts.put_ones, "large", 1)
 
 

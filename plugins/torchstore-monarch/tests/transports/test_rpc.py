@@ -22,13 +22,20 @@ from tests.support import until
 from tests.unit.remote.relays import Backstage
 
 from torchstore_core.clients.session.volume_links import VolumeLinks
-from torchstore_core.contracts.transport import Copy, LinkContext, Segment, ServerContext
+from torchstore_core.contracts.transport import (
+    Copy,
+    LinkContext,
+    Segment,
+    ServerContext,
+    SupportsProgress,
+)
 from torchstore_core.errors import TransportError, TransportUnavailableError
 from torchstore_core.machine import topology
 from torchstore_core.plugins.ranking import Policy
 from torchstore_core.plugins.registry import Registry
 from torchstore_core.server.memory.segment import open_memory
 from torchstore_core.wire import messages as m
+from torchstore_monarch import chunks
 from torchstore_monarch.actors.hosting import hosting
 from torchstore_monarch.protocol import outcome
 from torchstore_monarch.rpc.forwarder import Forwarder
@@ -216,6 +223,49 @@ async def test_two_at_once_on_one_link(agent: _Agent) -> None:
         )
     )
     assert all(torch.equal(a, b) for a, b in zip(sources, targets, strict=True))
+    link.close()
+
+
+@pytest.mark.parametrize("way", ["read", "write"])
+async def test_progress_is_what_the_volume_has_answered(
+    agent: _Agent, stage: Backstage, way: str
+) -> None:
+    link = await agent.link()
+    mine = _buffer(2 * CHUNK + 5, 1)
+    copies = [Copy(mine.data_ptr(), 0, 0, len(mine))]
+    agent.gate = stage.call(asyncio.Event)
+    work = asyncio.ensure_future(link.read(copies) if way == "read" else link.write(copies))
+    await until(lambda: agent.calls > 0)
+    assert isinstance(link, SupportsProgress)
+    assert link.progress() == 0
+    stage.call(agent.gate.set)
+    await until(lambda: link.progress() > 0, 20)
+    await work
+    assert link.progress() == len(mine)
+    link.close()
+
+
+async def test_a_slow_engine_is_called_with_fewer_bytes(
+    agent: _Agent, stage: Backstage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that progress shows; and with more where calls are quick, because each has its cost."""
+    link = await agent.link()
+    mine = _buffer(4 * CHUNK, 1)
+    copies = [Copy(mine.data_ptr(), 0, 0, len(mine))]
+
+    async def calls() -> int:
+        before = agent.calls
+        await link.write(copies)
+        return agent.calls - before
+
+    monkeypatch.setattr(chunks, "_QUICK_S", 1e9)
+    monkeypatch.setattr(chunks, "_LONG_S", 1e9)
+    await calls()
+    assert await calls() == 4
+    monkeypatch.setattr(chunks, "_QUICK_S", 0.0)
+    monkeypatch.setattr(chunks, "_LONG_S", 0.0)
+    await calls()
+    assert await calls() == len(mine) >> 20
     link.close()
 
 

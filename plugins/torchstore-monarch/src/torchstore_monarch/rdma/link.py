@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import logging
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from monarch.rdma import RDMABuffer
@@ -14,6 +15,7 @@ from torchstore_core.contracts.transport import Copy, Link, LinkContext
 from torchstore_core.errors import TorchStoreError, TransportError, TransportUnavailableError
 from torchstore_core.machine.tasks import wait_ended
 from torchstore_monarch import job
+from torchstore_monarch.chunks import ChunkSize
 from torchstore_monarch.protocol import result
 from torchstore_monarch.rdma.bouncing import is_direct, keep
 from torchstore_monarch.rpc.wire import Place
@@ -24,6 +26,7 @@ log = logging.getLogger(__name__)
 
 #: Largest number of bytes in one endpoint call.
 CHUNK = 64 << 20
+_LEAST = 4 << 20  # bytes of the first call, and of each where the network is slow
 # Smaller pieces are gathered in a buffer, because registering each one costs more than a copy.
 _SMALL = 256 << 10
 _PIECES = 4096
@@ -39,6 +42,8 @@ class RdmaLink(Link):
         self._volume_id = volume_id
         self._actor = actor
         self._broken = ""
+        self._size = ChunkSize(_LEAST, CHUNK)
+        self._moved = 0
 
     @classmethod
     async def connect(cls, offer: bytes, context: LinkContext) -> RdmaLink:
@@ -60,6 +65,10 @@ class RdmaLink(Link):
     async def read(self, copies: Sequence[Copy]) -> None:
         await self._do(copies, write=False)
 
+    def progress(self) -> int:
+        """See ``contracts.transport.SupportsProgress``: what the volume has answered."""
+        return self._moved
+
     def close(self) -> None:
         self._broken = self._broken or "it was closed"
 
@@ -74,9 +83,10 @@ class RdmaLink(Link):
             raise
 
     async def _transfer(self, copies: Sequence[Copy], *, write: bool) -> None:
-        for chunk in _chunks(copies):
+        for chunk in _chunks(copies, lambda: self._size.nbytes):
             if self._broken:
                 raise TransportError(f"the link is broken: {self._broken}")
+            began = time.perf_counter()
             try:
                 await self._move(chunk, write=write)
             except TorchStoreError as error:
@@ -85,6 +95,9 @@ class RdmaLink(Link):
             except Exception as error:
                 self._broken = f"{type(error).__name__}: {str(error)[:500]}"
                 raise TransportError(f"the volume's actor failed: {self._broken}") from error
+            nbytes = sum([copy.nbytes for copy in chunk])
+            self._size.record(nbytes, time.perf_counter() - began)
+            self._moved += nbytes
 
     async def _move(self, chunk: list[Copy], *, write: bool) -> None:
         direct = [copy for copy in chunk if copy.nbytes >= _SMALL and is_direct()]
@@ -159,20 +172,22 @@ def _place(copy: Copy) -> Place:
     return copy.segment, copy.offset, copy.nbytes
 
 
-def _chunks(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
-    """Yield batches of at most ``CHUNK`` bytes and ``_PIECES`` pieces."""
+def _chunks(copies: Sequence[Copy], limit: Callable[[], int]) -> Iterator[list[Copy]]:
+    """Yield batches of at most ``_PIECES`` pieces, and of as many bytes as ``limit`` returns for
+    each of them.
+    """
     chunk: list[Copy] = []
-    total = 0
+    total, most = 0, limit()
     for copy in copies:
         at = 0
         while at < copy.nbytes:
-            size = min(copy.nbytes - at, CHUNK - total)
+            size = min(copy.nbytes - at, most - total)
             chunk.append(Copy(copy.address + at, copy.segment, copy.offset + at, size))
             at += size
             total += size
-            if total == CHUNK or len(chunk) == _PIECES:
+            if total == most or len(chunk) == _PIECES:
                 yield chunk
-                chunk, total = [], 0
+                chunk, total, most = [], 0, limit()
     if chunk:
         yield chunk
 

@@ -9,8 +9,10 @@ import ctypes
 import errno
 import os
 import socket
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -22,6 +24,7 @@ from torchstore_core.errors import (
 )
 from torchstore_core.machine.tasks import wait_ended
 from torchstore_core.machine.unix_sockets import connect, unix_socket
+from torchstore_monarch.chunks import ChunkSize
 from torchstore_monarch.rpc.wire import (
     AGENT,
     CHUNK,
@@ -37,10 +40,19 @@ from torchstore_monarch.rpc.wire import (
 __all__ = ["RpcLink"]
 
 _IN_FLIGHT = 2
+_LEAST = 1 << 20  # bytes of the first call, and of each where the network is slow
 _CONNECT_S = 10.0
 # How long a cancelled write waits for requests in flight, so that its outcome is certain.
 _SETTLE_S = 0.5
 _Batch = tuple[list[Place], list[memoryview], int]
+
+
+class _Asked(NamedTuple):
+    """A request that was sent: what its answer fills, its size in bytes, and when it was sent."""
+
+    views: list[memoryview]
+    nbytes: int
+    at: float
 
 
 class RpcLink(Link):
@@ -54,6 +66,8 @@ class RpcLink(Link):
         self._lock = asyncio.Lock()
         self._transfers = 0
         self._broken = ""
+        self._size = ChunkSize(_LEAST, CHUNK)
+        self._moved = 0
 
     @classmethod
     async def connect(cls, offer: bytes, context: LinkContext) -> RpcLink:
@@ -102,6 +116,10 @@ class RpcLink(Link):
     async def read(self, copies: Sequence[Copy]) -> None:
         await self._do(copies, write=False)
 
+    def progress(self) -> int:
+        """See ``contracts.transport.SupportsProgress``: what the volume has answered."""
+        return self._moved
+
     def close(self) -> None:
         self._broken = self._broken or "it was closed"
         self._disconnect()
@@ -144,20 +162,20 @@ class RpcLink(Link):
             if self._broken:
                 raise TransportError(f"the link to the agent is broken: {self._broken}")
             sock = await self._connected()
-            waiting: deque[list[memoryview]] = deque()
+            waiting: deque[_Asked] = deque()
             errors: list[str] = []
             try:
-                for places, views, nbytes in _batches(copies):
+                for places, views, nbytes in _batches(copies, self._next_bytes):
                     if stop.is_set() or errors:
                         break
                     began.set()
                     request = RpcRequest(self._volume, places, nbytes, write, self._ticket)
                     await _ask(sock, request, views)
-                    waiting.append([] if write else views)
+                    waiting.append(_Asked([] if write else views, nbytes, time.perf_counter()))
                     if len(waiting) >= _IN_FLIGHT:
-                        errors += await _take(sock, waiting.popleft())
+                        errors += await self._take(sock, waiting.popleft())
                 while waiting:
-                    errors += await _take(sock, waiting.popleft())
+                    errors += await self._take(sock, waiting.popleft())
             except (OSError, msgspec.DecodeError) as error:
                 self._broken = str(error) or type(error).__name__
                 self._disconnect()
@@ -168,6 +186,21 @@ class RpcLink(Link):
             if errors:
                 raise TransportError(errors[0])
 
+    def _next_bytes(self) -> int:
+        return self._size.nbytes
+
+    async def _take(self, sock: socket.socket, asked: _Asked) -> list[str]:
+        """Receive the answer to the oldest request, with its bytes if it was a read."""
+        body = await _filled(sock, int.from_bytes(await _filled(sock, HEADER), "little"))
+        self._size.record(asked.nbytes, time.perf_counter() - asked.at)
+        self._moved += asked.nbytes
+        response = msgspec.msgpack.decode(body, type=RpcResponse)
+        if response.error:
+            return [response.error]
+        for view in asked.views:
+            await _fill(sock, view)
+        return []
+
 
 async def _ask(sock: socket.socket, request: RpcRequest, views: list[memoryview]) -> None:
     loop = asyncio.get_running_loop()
@@ -177,17 +210,10 @@ async def _ask(sock: socket.socket, request: RpcRequest, views: list[memoryview]
             await loop.sock_sendall(sock, view)
 
 
-async def _take(sock: socket.socket, views: list[memoryview]) -> list[str]:
-    header = bytearray(HEADER)
-    await _fill(sock, memoryview(header))
-    body = bytearray(int.from_bytes(header, "little"))
-    await _fill(sock, memoryview(body))
-    response = msgspec.msgpack.decode(body, type=RpcResponse)
-    if response.error:
-        return [response.error]
-    for view in views:
-        await _fill(sock, view)
-    return []
+async def _filled(sock: socket.socket, nbytes: int) -> bytearray:
+    data = bytearray(nbytes)
+    await _fill(sock, memoryview(data))
+    return data
 
 
 async def _fill(sock: socket.socket, view: memoryview) -> None:
@@ -199,22 +225,24 @@ async def _fill(sock: socket.socket, view: memoryview) -> None:
         view = view[got:]
 
 
-def _batches(copies: Sequence[Copy]) -> Iterator[_Batch]:
-    """Yield requests of at most ``CHUNK`` bytes and ``PIECES`` places."""
+def _batches(copies: Sequence[Copy], limit: Callable[[], int]) -> Iterator[_Batch]:
+    """Yield requests of at most ``PIECES`` places, and of as many bytes as ``limit`` says for each
+    of them.
+    """
     places: list[Place] = []
     views: list[memoryview] = []
-    total = 0
+    total, most = 0, limit()
     for copy in copies:
         at = 0
         while at < copy.nbytes:
-            size = min(copy.nbytes - at, CHUNK - total)
+            size = min(copy.nbytes - at, most - total)
             places.append((copy.segment, copy.offset + at, size))
             views.append(_memory(copy.address + at, size))
             at += size
             total += size
-            if total == CHUNK or len(places) == PIECES:
+            if total == most or len(places) == PIECES:
                 yield places, views, total
-                places, views, total = [], [], 0
+                places, views, total, most = [], [], 0, limit()
     if places:
         yield places, views, total
 
