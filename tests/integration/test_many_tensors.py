@@ -229,7 +229,7 @@ async def test_sources_that_change_before_the_copy(
 ) -> None:
     do, error = CHANGES[change]
     values = {f"k{i}": torch.arange(1600.0).view(40, 40) for i in range(count)}
-    await client.keys()  # there is a lane, so that the put goes as far as its grant
+    await client.keys()  # there is a channel, so that the put goes as far as its grant
     put = asyncio.create_task(client.put_batch(values))
     await turn()  # it waits for its grant
     do(values["k3"])

@@ -59,7 +59,7 @@ async def test_a_link_is_closed_when_the_transfers_that_may_use_it_have_ended() 
         first, second = links.in_use(), links.in_use()
         first.__enter__()
         link = cast(MailboxLink, await links.connect(candidate))
-        links.retire(link)
+        links.close_when_unused(link)
         second.__enter__()
         assert not link._closed
         first.__exit__(None, None, None)
@@ -75,7 +75,7 @@ async def test_a_forked_child_closes_what_transfers_of_its_parent_use() -> None:
     async with _links() as (links, candidate):
         link = cast(MailboxLink, await links.connect(candidate))
         with links.in_use():
-            links.retire(link)
+            links.close_when_unused(link)
             links.close_in_child()
             assert link._closed
 

@@ -45,7 +45,7 @@ async def test_a_store_50_ms_away() -> None:
             (volume,) = (await client._joined.session(10)).volumes
             for links in volume._all_links():
                 for link in list(links.values()):
-                    volume.retire(link)
+                    volume.close_when_unused(link)
             _lead_through(volume, proxy)
             proxy.delay_s = _DELAY_S
             for seed in (1, 2):

@@ -21,7 +21,7 @@ from tests.unit.machine.native import needs_native
 
 from torchstore_core.errors import ConfigurationError
 from torchstore_core.machine import copying
-from torchstore_core.machine.copying import Piece
+from torchstore_core.machine.copying import Run
 
 
 class Memory:
@@ -68,7 +68,7 @@ Sizes = st.lists(st.integers(0, 300) | st.integers(0, 40), max_size=20)
 @given(Sizes, st.integers(1, 200), st.randoms())
 def test_a_plan_moves_the_same_bytes_in_chunks(sizes: list[int], chunk: int, rng: random.Random):
     """Byte for byte: each destination gets the source it had, once, in order."""
-    pieces: list[Piece] = []
+    pieces: list[Run] = []
     destination, source = 10_000, 90_000
     for size in sizes:
         pieces.append((destination, source, size))
@@ -113,7 +113,7 @@ def test_exactly_the_pieces_are_copied(
     source, before = noise(room, 1), noise(room, 2)
     here, there = Memory(source), Memory(before)
     expected = bytearray(before)
-    pieces: list[Piece] = []
+    pieces: list[Run] = []
     at, to = gaps[0], gaps[1]
     for size, gap, other in zip(sizes, gaps[2:], gaps[7:], strict=False):
         pieces.append((there.address + to, here.address + at, size))
@@ -132,7 +132,7 @@ async def test_a_large_batch_arrives_whole(engine: ModuleType, stream: bool, shi
     total = sum(sizes)
     source = noise(total + 64)
     here, there = Memory(source), Memory(bytes(total + 128))
-    pieces: list[Piece] = []
+    pieces: list[Run] = []
     at = 0
     for size in sizes:
         pieces.append((there.address + shift + at, here.address + at, size))

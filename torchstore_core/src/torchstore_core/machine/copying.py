@@ -17,7 +17,9 @@ from math import prod
 
 from torchstore_core.errors import ConfigurationError
 
-Piece = tuple[int, int, int]
+#: Contiguous bytes: two addresses (or an address and an offset), and their number.
+Run = tuple[int, int, int]
+#: Rows of bytes; see :func:`copy_grids`.
 Grid = tuple[int, int, int, int, int, int]
 Task = Callable[[], None]
 
@@ -30,7 +32,7 @@ try:
     from torchstore_core._native import copy_columns as _native_columns
 except ImportError:  # or from older source than this
     _native_columns = None  # type: ignore[assignment]
-_copy_runs: Callable[[list[Piece], int, bool, bool], None] | None = _native_runs
+_copy_runs: Callable[[list[Run], int, bool, bool], None] | None = _native_runs
 _copy_columns: Callable[[list[int], list[int], list[int], int, bool, bool], None] | None = (
     _native_columns
 )
@@ -88,12 +90,12 @@ def copy_threads() -> int:
     return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4, 8)
 
 
-def copy_pieces(pieces: Iterable[Piece], *, stream: bool) -> None:
+def copy_pieces(pieces: Iterable[Run], *, stream: bool) -> None:
     """Copy ``(destination address, source address, nbytes)`` pieces in the calling thread."""
     copy_runs(pieces, 0, into=False, stream=stream)
 
 
-def copy_runs(runs: Iterable[Piece], base: int, *, into: bool, stream: bool) -> None:
+def copy_runs(runs: Iterable[Run], base: int, *, into: bool, stream: bool) -> None:
     """Copy ``(address, offset, nbytes)`` runs in the calling thread: from ``base`` plus the offset
     to the address, or, with ``into``, the other way.
     """
@@ -207,7 +209,7 @@ def chunk_size(total: int) -> int:
     return min(max(total // (4 * copy_threads()), 1 << 20), 16 << 20)
 
 
-def plan(pieces: Iterable[Piece], chunk: int = CHUNK) -> list[list[Piece]]:
+def plan(pieces: Iterable[Run], chunk: int = CHUNK) -> list[list[Run]]:
     """Return all chunks of :func:`cut` as a list.
 
     >>> plan([(0, 100, 10), (10, 200, 3)], chunk=4)
@@ -216,9 +218,9 @@ def plan(pieces: Iterable[Piece], chunk: int = CHUNK) -> list[list[Piece]]:
     return list(cut(pieces, chunk))
 
 
-def cut(pieces: Iterable[Piece], chunk: int) -> Iterator[list[Piece]]:
+def cut(pieces: Iterable[Run], chunk: int) -> Iterator[list[Run]]:
     """Split and group pieces into chunks of ``chunk`` bytes, lazily and in order."""
-    current: list[Piece] = []
+    current: list[Run] = []
     room = chunk
     for destination, source, nbytes in pieces:
         while nbytes > room:

@@ -47,11 +47,11 @@ from torchstore_core.server.memory.detached_sessions import DetachedSessions
 from torchstore_core.server.memory.leases import Leases
 from torchstore_core.server.memory.lost_volumes import LostVolumes
 from torchstore_core.server.memory.placement import (
-    Run,
+    Placement,
     checked_items,
     find_place,
+    placed_values,
     sizes_of,
-    values_in_runs,
 )
 from torchstore_core.server.memory.shortage import full_error, most_bytes
 from torchstore_core.server.memory.volume_record import VolumeRecord
@@ -292,8 +292,8 @@ class Controller:
         """Create and place the values of a put, which becomes their holder. Returns the values, and
         the bytes granted for them on each volume.
         """
-        runs = self._place(session.facts, items, placed, inline, sizes, collective)
-        values, granted = values_in_runs(items, session.facts, runs)
+        placements = self._place(session.facts, items, placed, inline, sizes, collective)
+        values, granted = placed_values(items, session.facts, placements)
         if collective is not None and collective.in_boxes:
             for value, box in zip(values, collective.boxes, strict=True):
                 if box is not None:
@@ -314,7 +314,7 @@ class Controller:
         inline: int,
         sizes: list[int],
         collective: CollectivePut | None,
-    ) -> list[Run]:
+    ) -> list[Placement]:
         """Find places for the items. If there is no room, values that may leave memory do (see
         ``Spilling.make_room``), and stalled generations are dropped (see
         ``UnfinishedVersions.reclaim``).
@@ -327,9 +327,9 @@ class Controller:
         spilling = self.spilling
         while not spilling.active or spilling.leaves_room(placed + inline):
             sought = facts, items, prefix, placed, inline, sizes
-            runs = find_place(self.strategy, self.volumes, *sought)
-            if runs is not None:
-                return runs
+            placements = find_place(self.strategy, self.volumes, *sought)
+            if placements is not None:
+                return placements
             keys = () if collective is None else collective.keys
             kept = () if collective is None else collective.generations
             fits = placed + inline <= most_bytes(self.strategy, self.volumes)

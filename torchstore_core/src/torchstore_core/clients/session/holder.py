@@ -71,7 +71,7 @@ class Holder:
         wake: wakes the thread that calls :meth:`flush`; None: nobody else does.
 
     Attributes:
-        retired: its session ends as soon as its references have, so new ones begin elsewhere.
+        ends_when_unused: its session ends as soon as its references have, so new ones begin elsewhere.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Holder:
         self._forking: tuple[socket.socket, dict[int, ObjectRef]] | None = None
         self._locked_for_fork = False
         self._pid = os.getpid()
-        self.retired = False
+        self.ends_when_unused = False
         with _lock:
             _holders.add(self)
 
@@ -113,7 +113,7 @@ class Holder:
     @property
     def usable(self) -> bool:
         """Whether new holds can begin here."""
-        return self._connection is not None and not self.retired
+        return self._connection is not None and not self.ends_when_unused
 
     @property
     def busy(self) -> bool:
@@ -323,7 +323,7 @@ class Holder:
         if forking is None:
             return
         self._connection, lent = forking
-        self.retired = False
+        self.ends_when_unused = False
         self._outbox.append(m.Adopt(0, self._pid))
         self._outbox.extend([ident for ident in lent if ident not in self.live])
         for ident, ref in list(self.live.items()):

@@ -464,7 +464,7 @@ class Session:
         last zero-copy tensor has died.
         """
         self._closing = True
-        self.holder.retired = True
+        self.holder.ends_when_unused = True
         if now or not (self._uses or self._unfinished):
             self._close_connections()
         self._reclaimer.wake()

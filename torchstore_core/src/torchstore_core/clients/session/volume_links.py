@@ -69,15 +69,15 @@ class _Backoff:
 
 
 class _Era:
-    """The time between two retirements of links: how many transfers that began in it still run, and
-    the links that were retired at its end. These, and those of earlier ones, may use them.
+    """The time until a link is used no more: how many transfers that began in it still run, and the
+    link that ended it. They, and those of earlier eras, may be on that link.
     """
 
-    __slots__ = ("active", "retired")
+    __slots__ = ("active", "closing")
 
     def __init__(self) -> None:
         self.active = 0
-        self.retired: list[Link] = []
+        self.closing: list[Link] = []
 
 
 class VolumeLinks:
@@ -150,7 +150,7 @@ class VolumeLinks:
             raise error
         for links in self._all_links():
             if (link := links.get(candidate.spec.name)) is not None:
-                self.retire(link)
+                self.close_when_unused(link)
         if isinstance(error, TransportUnavailableError) and not isinstance(
             error, TransportNotReadyError
         ):
@@ -158,7 +158,7 @@ class VolumeLinks:
         else:
             self._back_off(candidate, error)
 
-    def retire(self, link: Link) -> None:
+    def close_when_unused(self, link: Link) -> None:
         """Use a link no more. It is closed when all transfers that run now have ended: another may
         be on it.
         """
@@ -166,7 +166,7 @@ class VolumeLinks:
             for links in self._all_links():
                 for name in [name for name, one in links.items() if one is link]:
                     del links[name]
-                    self._eras[-1].retired.append(link)
+                    self._eras[-1].closing.append(link)
                     self._eras.append(_Era())
         self._close_if_idle()
 
@@ -288,7 +288,7 @@ class VolumeLinks:
         self._lock = threading.RLock()
         self._closed = True
         for era in self._eras:
-            for link in era.retired:
+            for link in era.closing:
                 _close(link)
         self._close_links()
 
@@ -437,12 +437,12 @@ class VolumeLinks:
     def _close_if_idle(self) -> None:
         if len(self._eras) == 1 and not self._closed:
             return
-        retired: list[Link] = []
+        closing: list[Link] = []
         with self._lock:
             while len(self._eras) > 1 and not self._eras[0].active:
-                retired += self._eras.popleft().retired
+                closing += self._eras.popleft().closing
             idle = len(self._eras) == 1 and not self._eras[0].active
-        for link in retired:
+        for link in closing:
             _close(link)
         if idle and self._closed:
             self._close_links()

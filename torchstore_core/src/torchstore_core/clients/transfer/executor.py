@@ -184,7 +184,7 @@ async def _by_candidate(
         # Nothing is awaited here: the collector may be closing this, after the event loop's end.
         if batch.into_segment and (link.unsettled or isinstance(error, GeneratorExit)):
             batch.unsettled = candidate.spec.name
-            links.retire(link)
+            links.close_when_unused(link)
         raise
 
 

@@ -33,7 +33,7 @@ __all__ += ["contiguous_start", "get_batches", "put_batches"]
 T = TypeVar("T")
 
 #: Contiguous bytes: their address in this process, their offset in the segment, and their number.
-Run = tuple[int, int, int]
+Run = copying.Run
 #: Rows of bytes: address, offset, bytes per row, number of rows, and the stride in bytes between
 #: rows, in this process and in the segment.
 Rows = tuple[int, int, int, int, int, int]

@@ -25,7 +25,7 @@ async def copy_tensors(key: str, pairs: Iterable[tuple[torch.Tensor, torch.Tenso
     Raises:
         UnsupportedValueError: the storage of one of them was freed; the error names ``key``.
     """
-    pieces: list[copying.Piece] = []
+    pieces: list[copying.Run] = []
     strided: list[tuple[torch.Tensor, torch.Tensor]] = []
     total = 0
     for target, source in pairs:

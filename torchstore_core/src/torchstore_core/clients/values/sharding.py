@@ -115,11 +115,11 @@ def local_parts(key: str, value: Any) -> list[LocalPart]:
     if at is None:
         return []
     mesh_shape, coordinates = tuple(mesh.shape), tuple(at)
-    runs = [
-        _runs(len(shape), dim, shape[dim], placements, mesh_shape, coordinates)
+    spans = [
+        _spans(len(shape), dim, shape[dim], placements, mesh_shape, coordinates)
         for dim in range(len(shape))
     ]
-    wanted = tuple(sum(length for _, length in dim) for dim in runs)
+    wanted = tuple(sum(length for _, length in dim) for dim in spans)
     if tuple(local.shape) != wanted:
         raise LayoutMismatchError(
             f"{key!r}: a DTensor of {list(shape)} with {list(placements)} on a mesh of "
@@ -132,7 +132,7 @@ def local_parts(key: str, value: Any) -> list[LocalPart]:
     if root is not mesh and (place := root.get_coordinate()) is not None:
         mesh_shape, coordinates = tuple(root.shape), tuple(place)
     parts: list[LocalPart] = []
-    for choice in product(*[_with_positions(dim) for dim in runs]):
+    for choice in product(*[_with_positions(dim) for dim in spans]):
         view = local
         for dim, (position, _, length) in enumerate(choice):
             if length != local.shape[dim]:
@@ -245,29 +245,29 @@ def _checked(key: str, shard: TensorShard) -> LocalPart:
     return LocalPart(tensor, part)
 
 
-Run = tuple[int, int]  # start in the whole tensor's dimension, length
+Span = tuple[int, int]  # start in the whole tensor's dimension, length
 
 
-def _with_positions(runs: Sequence[Run]) -> list[tuple[int, int, int]]:
-    """Return ``(position in the local tensor, start in the whole tensor, length)`` of each run."""
+def _with_positions(spans: Sequence[Span]) -> list[tuple[int, int, int]]:
+    """Return ``(position in the local tensor, start in the whole tensor, length)`` of each span."""
     position = 0
     found: list[tuple[int, int, int]] = []
-    for start, length in runs:
+    for start, length in spans:
         found.append((position, start, length))
         position += length
     return found
 
 
 @lru_cache(maxsize=4096)
-def _runs(
+def _spans(
     ndim: int,
     dim: int,
     size: int,
     placements: tuple[Any, ...],
     mesh_shape: tuple[int, ...],
     coordinates: tuple[int, ...],
-) -> tuple[Run, ...]:
-    """Return the indices of a dimension that this rank holds: one run, unless placements
+) -> tuple[Span, ...]:
+    """Return the indices of a dimension that this rank holds: one span, unless placements
     interleave.
     """
     steps = [
@@ -291,14 +291,14 @@ def _runs(
     for placement, parts, at in steps:
         pieces, _ = placement._split_tensor(indices, parts, with_padding=False, contiguous=False)
         indices = pieces[at]
-    return _as_runs(indices.flatten().tolist())
+    return _as_spans(indices.flatten().tolist())
 
 
-def _as_runs(indices: list[int]) -> tuple[Run, ...]:
-    runs: list[Run] = []
+def _as_spans(indices: list[int]) -> tuple[Span, ...]:
+    spans: list[Span] = []
     for index in indices:
-        if runs and runs[-1][0] + runs[-1][1] == index:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        if spans and spans[-1][0] + spans[-1][1] == index:
+            spans[-1] = (spans[-1][0], spans[-1][1] + 1)
         else:
-            runs.append((index, 1))
-    return tuple(runs) or ((0, 0),)
+            spans.append((index, 1))
+    return tuple(spans) or ((0, 0),)

@@ -263,7 +263,7 @@ class SessionRecord(msgspec.Struct, eq=False):
     ended_early: set[int] = set()
     keeps_memory: bool = False  # see messages.Keep
     serial: int = 0  # of the session in a log, see server.keeping
-    lanes: int = 0
+    channels: int = 0  # that are connected
     #: The id by which transports know the client, and the volumes whose server halves know it.
     peer: bytes = msgspec.field(default_factory=lambda: secrets.token_bytes(8))
     met: set[int] = set()

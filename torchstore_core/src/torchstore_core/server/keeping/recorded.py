@@ -329,7 +329,7 @@ class RecordedController(Controller):
             self._prefault = prefault
             del self._restoring, self._known
         for session in self.sessions.values():
-            session.lanes = 0
+            session.channels = 0
 
     def _trimmed_again(self, record: Record) -> None:
         self._ask_again()

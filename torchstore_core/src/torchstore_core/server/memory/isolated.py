@@ -307,7 +307,7 @@ async def _serve(order: _Order) -> None:
     reader = FrameReader(_MAX_FRAME)
     sending = asyncio.Lock()
     tasks: set[asyncio.Task[None]] = set()
-    asking: dict[bytes, set[asyncio.Task[None]]] = {}  # handshakes, by their client
+    handshakes: dict[bytes, set[asyncio.Task[None]]] = {}  # handshakes, by their client
 
     async def call(ask: _Ask) -> object:
         match ask.method:
@@ -316,7 +316,7 @@ async def _serve(order: _Order) -> None:
             case "handshake":
                 return await half.handshake(ask.peer, ask.data)
             case "disconnect":
-                under_way = list(asking.get(ask.peer, ()))
+                under_way = list(handshakes.get(ask.peer, ()))
                 await half.disconnect(ask.peer)
                 for task in under_way:
                     task.cancel()  # nothing waits for its answer any more
@@ -348,13 +348,13 @@ async def _serve(order: _Order) -> None:
         tasks.add(task)
         task.add_done_callback(tasks.discard)
         if ask.method == "handshake":
-            mine = asking.setdefault(ask.peer, set())
+            mine = handshakes.setdefault(ask.peer, set())
             mine.add(task)
 
             def ended(task: asyncio.Task[None]) -> None:
                 mine.discard(task)
-                if not mine and asking.get(ask.peer) is mine:
-                    del asking[ask.peer]
+                if not mine and handshakes.get(ask.peer) is mine:
+                    del handshakes[ask.peer]
 
             task.add_done_callback(ended)
 

@@ -20,7 +20,7 @@ from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.columns import rounded_sum
 
-__all__ = ["Run", "checked_items", "find_place", "sizes_of", "values_in_runs"]
+__all__ = ["Placement", "checked_items", "find_place", "placed_values", "sizes_of"]
 
 
 def checked_items(items: Sequence[m.PutItem]) -> tuple[int, int, list[int]]:
@@ -66,7 +66,7 @@ def _check_total(placed: int) -> None:
         raise ProtocolError(f"cannot place {placed} bytes")
 
 
-class Run(msgspec.Struct, frozen=True, gc=False):
+class Placement(msgspec.Struct, frozen=True, gc=False):
     """Values that are placed together, with one copy in each of one or more volumes.
 
     Args:
@@ -110,7 +110,7 @@ def find_place(
     placed: int,
     inline: int,
     sizes: list[int],
-) -> list[Run] | None:
+) -> list[Placement] | None:
     """Allocate memory for the items on live volumes with room, in the strategy's order, on as many
     volumes as it wants copies. Returns None if there is not enough room.
 
@@ -128,7 +128,7 @@ def find_place(
         if volume.used + placed + inline <= volume.info.capacity_bytes:
             offsets = volume.allocator.allocate_all(placed, sizes)
             if offsets is not None:
-                return [Run(range(len(items)), [(volume, offsets)], placed, inline)]
+                return [Placement(range(len(items)), [(volume, offsets)], placed, inline)]
         return None
     known = tuple([v.facts() for v in volumes])
     keys = [prefix + item.key for item in items]
@@ -148,10 +148,10 @@ def find_place(
         assigned = _assign(groups, known, copies, too_large)
         if assigned is None:
             return None
-        runs = _allocated(assigned, volumes)
-        if not isinstance(runs, _Fragmented):
-            return runs
-        too_large[runs.volume] = runs.nbytes
+        placements = _allocated(assigned, volumes)
+        if not isinstance(placements, _Fragmented):
+            return placements
+        too_large[placements.volume] = placements.nbytes
 
 
 def _groups(
@@ -213,9 +213,9 @@ def _assign(
 def _allocated(
     assigned: Mapping[tuple[int, ...], Sequence[_Group]],
     volumes: Sequence[VolumeRecord],
-) -> list[Run] | _Fragmented:
+) -> list[Placement] | _Fragmented:
     """Allocate memory for all groups, or for none if a volume has no range that is large enough."""
-    runs: list[Run] = []
+    placements: list[Placement] = []
     taken: list[tuple[VolumeRecord, list[int], list[int]]] = []
     for chosen, groups in assigned.items():
         if len(groups) == 1:
@@ -233,41 +233,43 @@ def _allocated(
                 return _Fragmented(index, max(sizes))
             taken.append((volumes[index], offsets, sizes))
             copies.append((volumes[index], offsets))
-        runs.append(Run(members, copies, placed, sum([group.inline for group in groups])))
-    return runs
+        placements.append(
+            Placement(members, copies, placed, sum([group.inline for group in groups]))
+        )
+    return placements
 
 
-def values_in_runs(
-    items: Sequence[m.PutItem], facts: ClientFacts, runs: Sequence[Run]
+def placed_values(
+    items: Sequence[m.PutItem], facts: ClientFacts, placements: Sequence[Placement]
 ) -> tuple[list[Value], dict[int, int]]:
     """Return a value for each item, held by the put that creates it, and the bytes granted on each
     volume.
     """
     granted: dict[int, int] = {}
-    for run in runs:
-        run.copies[0][0].inline += run.inline
-        if run.placed:
-            for volume, _ in run.copies:
-                granted[volume.index] = granted.get(volume.index, 0) + run.placed
-    if len(runs) == 1:
-        return _values(items, facts, runs[0]), granted
+    for placement in placements:
+        placement.copies[0][0].inline += placement.inline
+        if placement.placed:
+            for volume, _ in placement.copies:
+                granted[volume.index] = granted.get(volume.index, 0) + placement.placed
+    if len(placements) == 1:
+        return _values(items, facts, placements[0]), granted
     made: dict[int, Value] = {}
-    for run in runs:
-        members = [items[at] for at in run.members]
-        made.update(zip(run.members, _values(members, facts, run), strict=True))
+    for placement in placements:
+        members = [items[at] for at in placement.members]
+        made.update(zip(placement.members, _values(members, facts, placement), strict=True))
     return [made[at] for at in range(len(items))], granted
 
 
-def _values(items: Sequence[m.PutItem], facts: ClientFacts, run: Run) -> list[Value]:
-    """Return the values of a run whose members are ``items``."""
-    volume, offsets = run.copies[0]
+def _values(items: Sequence[m.PutItem], facts: ClientFacts, placement: Placement) -> list[Value]:
+    """Return the values of a placement whose members are ``items``."""
+    volume, offsets = placement.copies[0]
     index = volume.index
     if not offsets:  # all values are inline
         return [
             Value(item.key, item.meta, item.nbytes, index, item.data, -1, facts, uses=1)
             for item in items
         ]
-    others = run.copies[1:]
+    others = placement.copies[1:]
     if not others and type(items) is PutItems:
         nowhere, none, one = repeat(None), repeat(0), repeat(1)
         columns = items.keys, items.metas, items.sizes, repeat(index), nowhere, offsets

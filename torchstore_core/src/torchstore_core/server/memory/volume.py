@@ -70,7 +70,7 @@ class Volume:
         self._closing: set[asyncio.Task[None]] = set()  # tasks that close halves
         # The handshakes that halves are answering, by client and transport; and those of them that
         # were cancelled because the client disconnected.
-        self._asking: dict[tuple[bytes, str], set[asyncio.Task[Any]]] = {}
+        self._handshakes: dict[tuple[bytes, str], set[asyncio.Task[Any]]] = {}
         self._dropped: set[asyncio.Task[Any]] = set()
         self.memory.registered = self._registered
 
@@ -160,7 +160,9 @@ class Volume:
         if half is None:
             raise TransportUnavailableError(f"volume {self.id} does not serve {transport!r}")
         try:
-            answer: object = await self._asked((peer, transport), half.handshake(peer, request))
+            answer: object = await self._unless_disconnected(
+                (peer, transport), half.handshake(peer, request)
+            )
         except TransportError:
             raise
         except Exception as error:
@@ -178,9 +180,9 @@ class Volume:
         """Return once the transport's half (all halves if ``transport`` is empty) has nothing under
         way for ``peer``. A half that cannot disconnect the client is closed.
         """
-        asking = [
+        under_way = [
             (at, task)
-            for at, tasks in self._asking.items()
+            for at, tasks in self._handshakes.items()
             if at[0] == peer and transport in ("", at[1])
             for task in tasks
         ]
@@ -197,17 +199,17 @@ class Volume:
                     self._close_half(name, half)
         if self._closing:  # until they have closed, these halves may write for any client
             await asyncio.wait(list(self._closing))
-        for at, task in asking:
-            if task in self._asking.get(at, ()):  # nothing waits for its answer any more
+        for at, task in under_way:
+            if task in self._handshakes.get(at, ()):  # nothing waits for its answer any more
                 self._dropped.add(task)
                 task.cancel()
 
-    async def _asked(self, at: tuple[bytes, str], answer: Awaitable[bytes]) -> bytes:
+    async def _unless_disconnected(self, at: tuple[bytes, str], answer: Awaitable[bytes]) -> bytes:
         """Await a half's answer to a handshake; raise TransportError if the client disconnects."""
         task = asyncio.current_task()
         if task is None:
             return await answer
-        mine = self._asking.setdefault(at, set())
+        mine = self._handshakes.setdefault(at, set())
         mine.add(task)
         try:
             return await answer
@@ -220,8 +222,8 @@ class Volume:
         finally:
             self._dropped.discard(task)
             mine.discard(task)
-            if not mine and self._asking.get(at) is mine:
-                del self._asking[at]
+            if not mine and self._handshakes.get(at) is mine:
+                del self._handshakes[at]
 
     def _close_half(self, name: str, half: TransportServer) -> None:
         async def close() -> None:

@@ -181,7 +181,7 @@ class Conversation:
                 self._server.left(session, why)
                 self._server.handshakes.ended(session, lambda: close_session(session))
             else:
-                self._session.lanes -= 1
+                self._session.channels -= 1
 
     # ---- messages -------------------------------------------------------------------------
 
@@ -309,7 +309,7 @@ class Conversation:
             ):
                 return
             session = controller.join_session(hello.session)
-            session.lanes += 1
+            session.channels += 1
         else:
             session = controller.open_session(hello.facts, hello.topology, self._pid)
             self._liveness = True

@@ -118,7 +118,7 @@ def session_status(session: SessionRecord, role: str) -> SessionStatus:
         pid=session.facts.pid,
         hostname=session.facts.hostname,
         rank=session.facts.rank,
-        lanes=session.lanes,
+        lanes=session.channels,
         leases=len(session.leases),
         leased_bytes=leased,
         unfinished_puts=len(session.txns),

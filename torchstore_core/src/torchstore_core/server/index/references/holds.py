@@ -387,11 +387,11 @@ class Holds:
 
     # ---- for people -----------------------------------------------------------------------
 
-    def report(self, sessions: Iterable[SessionRecord], orphans: set[bytes]) -> list[RefReport]:
+    def report(self, sessions: Iterable[SessionRecord], detached: set[bytes]) -> list[RefReport]:
         """Every version that is held, and by whom."""
         holders: dict[int, list[HolderReport]] = {}
         for session in sessions:
-            state = "orphan" if session.token in orphans else "held"
+            state = "orphan" if session.token in detached else "held"
             for hold in session.holds.values():
                 holders.setdefault(id(hold.version), []).append(_holder(session, hold, state))
         for ticket in self._tickets.values():
