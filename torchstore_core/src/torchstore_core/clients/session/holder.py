@@ -71,7 +71,8 @@ class Holder:
         wake: wakes the thread that calls :meth:`flush`; None: nobody else does.
 
     Attributes:
-        ends_when_unused: its session ends as soon as its references have, so new ones begin elsewhere.
+        ends_when_unused: its session ends as soon as its references have, so new ones begin
+            elsewhere.
     """
 
     def __init__(
