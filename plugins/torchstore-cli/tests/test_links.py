@@ -85,11 +85,14 @@ async def test_both_sides_of_a_link_are_shown() -> None:
             report = json.loads(result.out)
             (volume,) = report["volumes"]
             assert report["host"] == volume["host"]
+            addresses = [one["address"] for one in volume["host"]["addresses"]]
+            assert addresses == [one.address for one in here.networks]
             assert "shm" in volume["offers"]
             assert {"shm", "inline"} <= set(report["installed"])
             assert (volume["link"]["volume"], volume["link"]["chosen"]) == ("torchstore-0", "shm")
         shown = await torchstore("doctor", "--peer", "torchstore-0", "--address", store.address)
         assert "THERE (OFFERED)" in shown.out
+        assert all(shown.out.count(one.address) >= 2 for one in here.networks)
         other = await torchstore("doctor", "--peer", "nowhere", "--address", store.address)
         assert other.status == 1
         assert f"no volume on 'nowhere'; it has some on {here.hostname}" in other.err

@@ -222,6 +222,17 @@ class Serving(msgspec.Struct, frozen=True):
 # ---- doctor -------------------------------------------------------------------------------
 
 
+class Address(msgspec.Struct, frozen=True):
+    """An address at which other hosts may reach a host. ``mbits_per_s``: the rate of its interface;
+    0 if the system does not know it.
+    """
+
+    interface: str
+    address: str
+    prefix: int
+    mbits_per_s: int
+
+
 class Host(msgspec.Struct, frozen=True):
     """See ``torchstore_core.machine.topology``."""
 
@@ -232,6 +243,7 @@ class Host(msgspec.Struct, frozen=True):
     memory_bytes: int
     cuda_devices: int
     rdma_devices: tuple[str, ...]
+    addresses: list[Address]
 
 
 class CopyEngine(msgspec.Struct, frozen=True):

@@ -116,4 +116,8 @@ def host_report(where: topology.Topology) -> reports.Host:
         where.memory_bytes,
         where.cuda_devices,
         where.rdma_devices,
+        [
+            reports.Address(one.interface, one.address, one.prefix, one.mbits_per_s)
+            for one in where.networks
+        ],
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 from rich.text import Text
@@ -125,6 +125,7 @@ def show_peer(screen: Screen, report: reports.PeerReport) -> None:
             ("kernel", here.kernel, there.kernel),
             ("processors", str(here.cpus), str(there.cpus)),
             ("memory", human_bytes(here.memory_bytes), human_bytes(there.memory_bytes)),
+            *_addresses(here, there),
             ("RDMA devices", _names(here.rdma_devices), _names(there.rdma_devices)),
             ("CUDA devices", str(here.cuda_devices), str(there.cuda_devices)),
             ("transports", _names(report.installed), _names(volume.offers)),
@@ -132,6 +133,18 @@ def show_peer(screen: Screen, report: reports.PeerReport) -> None:
         screen.table(("", "HERE (INSTALLED)", "THERE (OFFERED)"), rows, prose=True, indent=2)
         screen.line()
         _show_link(screen, volume.link)
+
+
+def _addresses(here: reports.Host, there: reports.Host) -> Iterator[tuple[Cell, Cell, Cell]]:
+    """Yield a row for each address of either side."""
+    sides = ([_address(one) for one in host.addresses] or ["none"] for host in (here, there))
+    for number, (one, other) in enumerate(itertools.zip_longest(*sides, fillvalue="")):
+        yield ("" if number else "addresses", one, other)
+
+
+def _address(one: reports.Address) -> str:
+    rate = f", {one.mbits_per_s / 1000:g} Gbit/s" if one.mbits_per_s else ""
+    return f"{one.address}/{one.prefix} ({one.interface}{rate})"
 
 
 def _names(names: Sequence[str]) -> str:
