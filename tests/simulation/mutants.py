@@ -27,10 +27,12 @@ def _drops_a_lease_early(patch: pytest.MonkeyPatch) -> None:
     """A lease ends with the message before the one that gives it back."""
     answer = Conversation._answer
 
-    def too_early(self: Conversation, request: m.Request, session: SessionRecord) -> object:
+    def too_early(
+        self: Conversation, request: m.Request, session: SessionRecord, body: bytes = b""
+    ) -> object:
         if session.leases and not isinstance(request, m.Release):
             self._server.controller.release(session, [next(iter(session.leases))], [])
-        return answer(self, request, session)
+        return answer(self, request, session, body)
 
     patch.setattr(Conversation, "_answer", too_early)
 
@@ -39,7 +41,9 @@ def _flips_in_two_steps(patch: pytest.MonkeyPatch) -> None:
     """The first key of a batch becomes visible, and in the loop's next turn the others."""
     commit = Controller.commit
 
-    def in_two(self: Controller, session: SessionRecord, txn_id: int) -> list[int]:
+    def in_two(
+        self: Controller, session: SessionRecord, txn_id: int, body: bytes = b""
+    ) -> list[int]:
         txn = session.txns.get(txn_id)
         if txn is None or len(txn.plain) < 2 or txn.contributions:
             return commit(self, session, txn_id)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -32,6 +30,7 @@ from torchstore_core.server.keeping.state import CATALOG
 from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.wire import messages as m
+from torchstore_core.wire.framing import HEADER, encode
 
 #: What a controller and a catalog have that is no state, or that a log says in another way.
 WIRING = {
@@ -217,6 +216,36 @@ def test_memory_that_the_host_did_not_have_is_refused_again() -> None:
         log.close()
 
 
+def test_requests_are_recorded_as_they_arrived() -> None:
+    """A put and a commit are not encoded again, and repeated all the same."""
+    with volumes(1 << 20) as there:
+        log = Log()
+
+        def made() -> RecordedController:
+            again = [VolumeRecord(v.info, v.memory, v.halves) for v in there]
+            one = RecordedController(log, again, singleton(), prefault=False)
+            one.restore()
+            return one
+
+        controller = made()
+        session = controller.open_session(facts(), HERE)
+        small = m.Put(1, 1, [inline("small", b"\x01" * 1000)])
+        large = m.Put(2, 2, [m.PutItem("large", META, 4096)])
+        # They say something else about what does not matter.
+        others = [msgspec.structs.replace(one, id=9) for one in (small, large, m.Commit(3, 2))]
+        bodies = [bytes(encode(one)[HEADER:]) for one in others]
+        assert controller.put(session, small, bodies[0]) == ([1], None)
+        assert controller.put(session, large, bodies[1])[1] is not None
+        assert controller.commit(session, 2, bodies[2]) == [1]
+        assert [record.body for record in log if record.body in bodies] == bodies
+        before = state_of(controller)
+        again = made()
+        assert state_of(again) == before
+        known = {number: done.result for (_, number), done in again.results[session.token].items()}
+        assert known[1] == ([1], None)
+        log.close()
+
+
 def test_a_log_that_begins_with_a_large_state_is_not_written_anew_at_once() -> None:
     """When the server comes back, that would cost the first requests most."""
     with volumes(64 << 20) as there:
@@ -245,39 +274,3 @@ def test_a_log_that_begins_with_a_large_state_is_not_written_anew_at_once() -> N
         assert compaction.is_due
         for log in logs:
             log.close()
-
-
-@pytest.fixture
-def log() -> Iterator[Log]:
-    made = Log()
-    yield made
-    made.close()
-
-
-def test_a_log_grows_and_is_read_by_another(log: Log) -> None:
-    bodies = [bytes([n % 251]) * (n * 997 % 70_000) for n in range(400)]
-    for n, body in enumerate(bodies):
-        log.append(n % 9, n, body)
-    assert log.nbytes > sum(map(len, bodies)) > 1 << 22
-    read = Log(log.fd)
-    found = list(read)
-    assert [record.body for record in found] == bodies
-    assert found[7][:2] == (7, 7)
-    assert found[6].at <= found[7].at <= time.monotonic()
-
-
-def test_a_record_that_was_not_written_to_its_end_does_not_count(log: Log) -> None:
-    log.append(1, 1, b"whole")
-    log._memory[log.end : log.end + 64] = b"\x40" + bytes(63)  # a head, but the end was not moved
-    assert [record.body for record in Log(log.fd)] == [b"whole"]
-
-
-def test_records_are_copied_behind_a_state(log: Log) -> None:
-    log.append(1, 1, b"before")
-    mark = log.end
-    log.append(2, 1, b"x" * (3 << 20))
-    new = Log()
-    new.append(9, 1, b"state")
-    new.append_from(log, mark)
-    assert [record.kind for record in Log(new.fd)] == [9, 2]
-    new.close()

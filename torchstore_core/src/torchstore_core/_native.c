@@ -1,4 +1,5 @@
-/* Streaming copies for tensors, with the GIL released, and inspection of many tensors at once.
+/* Streaming copies for tensors, with the GIL released, inspection of many tensors at once, and records
+ * of a server's log.
  *
  * Why streaming: glibc's memcpy bypasses the cache (with non-temporal stores) only above a
  * threshold that is a fraction of the last-level cache. On servers with hundreds of MB of it,
@@ -534,7 +535,61 @@ static PyObject *checksum(PyObject *self, PyObject *data) {
     return PyLong_FromUnsignedLongLong(found);
 }
 
+/* Of a log (see ``server/keeping/log.py``): the word that says where it ends, and of a record the
+ * bytes before its body: how many that has, its kind, its session, and when it was written. */
+#define LOG_END 8
+#define LOG_RECORD 18
+
+/* append_record(memory, kind, session, at, body): see _native.pyi. */
+static PyObject *append_record(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    Py_buffer memory, body;
+    (void)self;
+    if (count != 5) {
+        PyErr_SetString(PyExc_TypeError, "append_record takes five arguments");
+        return NULL;
+    }
+    unsigned long kind = PyLong_AsUnsignedLong(args[1]);
+    if (kind == (unsigned long)-1 && PyErr_Occurred()) return NULL;
+    unsigned long session = PyLong_AsUnsignedLong(args[2]);
+    if (session == (unsigned long)-1 && PyErr_Occurred()) return NULL;
+    double at = PyFloat_AsDouble(args[3]);
+    if (at == -1.0 && PyErr_Occurred()) return NULL;
+    if (kind > UINT16_MAX || session > UINT32_MAX) {
+        PyErr_SetString(PyExc_OverflowError, "the kind or the session of a record is too large");
+        return NULL;
+    }
+    if (PyObject_GetBuffer(args[0], &memory, PyBUF_WRITABLE) < 0) return NULL;
+    if (PyObject_GetBuffer(args[4], &body, PyBUF_SIMPLE) < 0) {
+        PyBuffer_Release(&memory);
+        return NULL;
+    }
+    char *log = memory.buf;
+    int64_t start = -1, end = -1, size = memory.len, nbytes = body.len;
+    if (size >= 2 * LOG_END) start = __atomic_load_n((int64_t *)(log + LOG_END), __ATOMIC_RELAXED);
+    if (start < 2 * LOG_END || start > size || nbytes > UINT32_MAX) {
+        PyErr_SetString(PyExc_ValueError, "this is no log, or the record is too large");
+    } else if (size - start >= LOG_RECORD + nbytes + LOG_END) {
+        uint32_t length = (uint32_t)nbytes, serial = (uint32_t)session;
+        uint16_t what = (uint16_t)kind;
+        char *to = log + start;
+        memcpy(to, &length, 4);
+        memcpy(to + 4, &what, 2);
+        memcpy(to + 6, &serial, 4);
+        memcpy(to + 10, &at, 8);
+        memcpy(to + LOG_RECORD, body.buf, (size_t)nbytes);
+        end = (start + LOG_RECORD + nbytes + 7) & ~(int64_t)7;
+        /* Whoever sees the new end also sees the record. */
+        __atomic_store_n((int64_t *)(log + LOG_END), end, __ATOMIC_RELEASE);
+    }
+    PyBuffer_Release(&body);
+    PyBuffer_Release(&memory);
+    return PyErr_Occurred() ? NULL : PyLong_FromLongLong(end);
+}
+
 static PyMethodDef methods[] = {
+    {"append_record", (PyCFunction)(void (*)(void))append_record, METH_FASTCALL,
+     "append_record(memory, kind, session, at, body)\n\nAppend a record to a log; where it ends now, or -1 "
+     "if it is full."},
     {"checksum", checksum, METH_O, "checksum(data)\n\nA 64-bit checksum of a buffer, GIL released."},
     {"copy_runs", copy_runs, METH_VARARGS,
      "copy_runs(runs, base, into, stream)\n\nCopy each (address, offset, nbytes), GIL released."},

@@ -1,5 +1,6 @@
 from array import array
 from collections.abc import Callable
+from mmap import mmap
 from typing import Any, TypeVar
 
 D = TypeVar("D")
@@ -18,6 +19,9 @@ def copy_columns(
     /,
 ) -> None: ...
 def copy_rows(grids: array[int], stream: bool, /) -> None: ...
+def append_record(
+    memory: mmap, kind: int, session: int, at: float, body: bytes | bytearray, /
+) -> int: ...
 def checksum(data: memoryview, /) -> int: ...
 def transfer(fd: int, rows: array[int], sending: bool, more: bool, /) -> int: ...
 def look(

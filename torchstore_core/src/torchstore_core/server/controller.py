@@ -183,10 +183,13 @@ class Controller:
     # ---- put ------------------------------------------------------------------------------
 
     def put(
-        self, session: SessionRecord, request: m.Put
+        self, session: SessionRecord, request: m.Put, body: bytes = b""
     ) -> tuple[list[int], list[m.Grant | None] | None]:
         """Begin a put. If all its data is inline, the put is committed at once, and its versions
         are returned; otherwise, the grants are returned.
+
+        Args:
+            body: the request as it has arrived, if it is at hand: for whoever records it.
 
         Raises:
             StoreFullError: the volumes that the strategy names have no room; nothing was changed.
@@ -235,7 +238,7 @@ class Controller:
         return [], grants_of([v for v in values if v.data is None])
 
     def put_object(
-        self, session: SessionRecord, request: m.PutObject
+        self, session: SessionRecord, request: m.PutObject, body: bytes = b""
     ) -> tuple[list[int], list[m.Grant | None] | None]:
         """Begin to put an object without a key; returns and raises as :meth:`put`."""
         if session.closed is not None:
@@ -346,9 +349,9 @@ class Controller:
         error = full_error(asked, self.volumes, sessions, *there, held=self.holds.nbytes)
         raise spilling.noted(error)
 
-    def commit(self, session: SessionRecord, txn_id: int) -> list[int]:
+    def commit(self, session: SessionRecord, txn_id: int, body: bytes = b"") -> list[int]:
         """Make all keys of a put visible in one step; returns their new versions, see
-        ``messages.Committed``.
+        ``messages.Committed``. ``body``: as for :meth:`put`.
 
         Raises:
             ProtocolError: there is no such put.

@@ -12,7 +12,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from torchstore_core.errors import StoreClosedError, StoreFullError
@@ -25,12 +25,35 @@ _HEAD = mmap.PAGESIZE
 # Of a record: bytes of its body, its kind, the session, and when it was written.
 _RECORD = struct.Struct("<IHId")
 _AT = _RECORD.size
-_pack_into = _RECORD.pack_into
 _monotonic = time.monotonic
 _FIRST = 1 << 20
 _LARGEST_STEP = 256 << 20
 _SPARE = 4
 _MAGIC_WORD, _END_WORD = 0, 1
+
+
+def _append_record(
+    memory: mmap.mmap, kind: int, session: int, at: float, body: bytes | bytearray
+) -> int:
+    """Append a record to a log. Returns where the log ends then; -1, and does nothing, if there is
+    no room.
+    """
+    with memoryview(memory)[:_HEAD].cast("Q") as words:
+        start = words[_END_WORD]
+        end = start + _AT + len(body)
+        if end + 8 > len(memory):
+            return -1
+        _RECORD.pack_into(memory, start, len(body), kind, session, at)
+        memory[start + _AT : end] = body
+        words[_END_WORD] = end = (end + 7) & -8
+        return end
+
+
+_append: Callable[[mmap.mmap, int, int, float, bytes | bytearray], int]
+try:
+    from torchstore_core._native import append_record as _append
+except ImportError:  # not compiled for this platform
+    _append = _append_record
 
 
 class Record(NamedTuple):
@@ -148,14 +171,11 @@ class Log:
         Raises:
             StoreFullError: the system does not give the log more memory. Nothing was appended.
         """
-        start = self._end + _AT
-        end = start + len(body)
-        if end > self._size:
-            self._grow(end)
-        memory = self._memory
-        _pack_into(memory, self._end, len(body), kind, session, _monotonic())
-        memory[start:end] = body
-        self._words[_END_WORD] = self._end = (end + 7) & -8
+        end = _append(self._memory, kind, session, _monotonic(), body)
+        if end < 0:
+            self._grow(self._end + _AT + len(body))
+            end = _append(self._memory, kind, session, _monotonic(), body)
+        self._end = end
 
     def __iter__(self) -> Iterator[Record]:
         """All records, from the first."""

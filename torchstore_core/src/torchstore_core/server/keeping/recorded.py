@@ -230,19 +230,19 @@ class RecordedController(Controller):
             self._silent = False
 
     def put(
-        self, session: SessionRecord, request: m.Put
+        self, session: SessionRecord, request: m.Put, body: bytes = b""
     ) -> tuple[list[int], list[m.Grant | None] | None]:
-        self.log.append(_REQUEST, session.serial, _encode(request))
+        self.log.append(_REQUEST, session.serial, body or _encode(request))
         return Controller.put(self, session, request)
 
     def put_object(
-        self, session: SessionRecord, request: m.PutObject
+        self, session: SessionRecord, request: m.PutObject, body: bytes = b""
     ) -> tuple[list[int], list[m.Grant | None] | None]:
-        self.log.append(_REQUEST, session.serial, _encode(request))
+        self.log.append(_REQUEST, session.serial, body or _encode(request))
         return super().put_object(session, request)
 
-    def commit(self, session: SessionRecord, txn_id: int) -> list[int]:
-        self.log.append(_REQUEST, session.serial, _encode(m.Commit(0, txn_id)))
+    def commit(self, session: SessionRecord, txn_id: int, body: bytes = b"") -> list[int]:
+        self.log.append(_REQUEST, session.serial, body or _encode(m.Commit(0, txn_id)))
         self._silent = True  # it may abort
         try:
             return super().commit(session, txn_id)

@@ -106,7 +106,7 @@ class Conversation:
     def handle(self, body: bytes) -> None:
         """Answer one message. An invalid message ends the conversation."""
         try:
-            self._handle(decode_request(body))
+            self._handle(decode_request(body), body)
         except (ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
             self.refuse(str(error))
         except StoreClosedError as error:
@@ -185,7 +185,8 @@ class Conversation:
 
     # ---- messages -------------------------------------------------------------------------
 
-    def _handle(self, request: m.Request) -> None:
+    def _handle(self, request: m.Request, body: bytes = b"") -> None:
+        """Answer a request; ``body``: it as it has arrived, if it is handled at once."""
         session = self._session
         if session is None or type(request) is m.Hello or type(request) is m.Attach:
             self._handle_other(request)
@@ -195,7 +196,7 @@ class Conversation:
             # session must not acquire anything new.
             raise StoreClosedError("this session has ended")
         try:
-            reply = self._answer(request, session)
+            reply = self._answer(request, session, body)
         except Delayed as delayed:
             self._delay(request, delayed)
             return
@@ -352,56 +353,60 @@ class Conversation:
             return _committed(request.id, versions)
         return m.Granted(request.id, grants)
 
-    def _answer(self, request: m.Request, session: SessionRecord) -> m.Reply | None:
+    def _answer(
+        self, request: m.Request, session: SessionRecord, body: bytes = b""
+    ) -> m.Reply | None:
         kind = type(request)
         self._server.controller.operations[kind] += 1
         answer = _ANSWERS.get(kind)
         if answer is not None:
-            reply: m.Reply | None = answer(self, request, session)
+            reply: m.Reply | None = answer(self, request, session, body)
             return reply
         return self._answer_seldom(request, session)
 
-    def _put(self, request: m.Put, session: SessionRecord) -> m.Reply:
-        versions, grants = self._server.controller.put(session, request)
+    def _put(self, request: m.Put, session: SessionRecord, body: bytes) -> m.Reply:
+        versions, grants = self._server.controller.put(session, request, body)
         if grants is not None:
             return m.Granted(request.id, grants)
         if type(versions) is list:  # the usual case, very often
             return m.Committed(request.id, versions)
         return _committed(request.id, versions)
 
-    def _put_object(self, request: m.PutObject, session: SessionRecord) -> m.Reply:
-        versions, grants = self._server.controller.put_object(session, request)
+    def _put_object(self, request: m.PutObject, session: SessionRecord, body: bytes) -> m.Reply:
+        versions, grants = self._server.controller.put_object(session, request, body)
         if grants is not None:
             return m.Granted(request.id, grants)
         return m.Committed(request.id, versions)
 
-    def _commit(self, request: m.Commit, session: SessionRecord) -> m.Reply:
-        return _committed(request.id, self._server.controller.commit(session, request.txn))
+    def _commit(self, request: m.Commit, session: SessionRecord, body: bytes) -> m.Reply:
+        return _committed(request.id, self._server.controller.commit(session, request.txn, body))
 
-    def _locate(self, request: m.Locate, session: SessionRecord) -> m.Reply:
+    def _locate(self, request: m.Locate, session: SessionRecord, body: bytes) -> m.Reply:
         entries, leased = self._server.controller.locate(session, request)
         if type(entries) is m.EntryColumns:
             return m.Located(request.id, [], leased, columns=entries)
         return m.Located(request.id, entries, leased)
 
-    def _fetch(self, request: m.Fetch, session: SessionRecord) -> m.Reply:
+    def _fetch(self, request: m.Fetch, session: SessionRecord, body: bytes) -> m.Reply:
         return self._server.controller.fetch(session, request)
 
-    def _release(self, request: m.Release, session: SessionRecord) -> None:
+    def _release(self, request: m.Release, session: SessionRecord, body: bytes) -> None:
         if self._delayed:
             self._give_up((), request.leases)
         controller = self._server.controller
         controller.release(session, request.leases, request.parts, remember=self._liveness)
 
-    def _delete(self, request: m.Delete, session: SessionRecord) -> m.Reply:
+    def _delete(self, request: m.Delete, session: SessionRecord, body: bytes) -> m.Reply:
         by = session, request.txn
         deleted = self._server.controller.delete(request.keys, request.strict, by)
         return m.Deleted(request.id, deleted)
 
-    def _exists(self, request: m.Exists, session: SessionRecord) -> m.Reply:
+    def _exists(self, request: m.Exists, session: SessionRecord, body: bytes) -> m.Reply:
         return m.Flags(request.id, self._server.controller.exists(request.keys))
 
-    def _answer_about_holds(self, request: m.Request, session: SessionRecord) -> m.Reply | None:
+    def _answer_about_holds(
+        self, request: m.Request, session: SessionRecord, body: bytes
+    ) -> m.Reply | None:
         return answer_holds(self._server.controller, session, request)
 
     def _answer_seldom(self, request: m.Request, session: SessionRecord) -> m.Reply | None:
@@ -469,7 +474,7 @@ class Conversation:
         if len(self._waiters) >= _MAX_WAITERS or ident in self._waiters:
             raise ProtocolError("too many waits on one connection, or their ids repeat")
 
-    def _wait_any(self, request: m.WaitAny, _: SessionRecord) -> None:
+    def _wait_any(self, request: m.WaitAny, _: SessionRecord, body: bytes) -> None:
         self._check_room_for_wait(request.id)
 
         def reply(flags: list[bool]) -> None:
@@ -480,7 +485,7 @@ class Conversation:
         if waiter is not None:
             self._waiters[request.id] = waiter
 
-    def _wait(self, request: m.Wait, _: SessionRecord) -> None:
+    def _wait(self, request: m.Wait, _: SessionRecord, body: bytes) -> None:
         self._check_room_for_wait(request.id)
         controller = self._server.controller
 
@@ -504,7 +509,10 @@ class Conversation:
 
 # How requests of each class are answered. A ``match`` with their classes would compare them one by
 # one, which takes a thousand instructions for each that it is not: for a small get, a tenth of all.
-_ANSWERS: dict[type[m.Message], Callable[[Conversation, Any, SessionRecord], m.Reply | None]] = {
+# Each is also given the request as it has arrived, if it is at hand.
+_ANSWERS: dict[
+    type[m.Message], Callable[[Conversation, Any, SessionRecord, bytes], m.Reply | None]
+] = {
     m.Put: Conversation._put,
     m.Rewind: Conversation._put,
     m.PutObject: Conversation._put_object,
