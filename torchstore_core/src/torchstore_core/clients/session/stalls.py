@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable
 from typing import TypeVar
 
+from torchstore_core.clients.session.abilities import has_progress
 from torchstore_core.contracts.transport import Link, SupportsProgress
 from torchstore_core.errors import TransportError
 from torchstore_core.plugins.ranking import Candidate
@@ -55,7 +56,7 @@ class StallWatch:
         """The link has been connected, and begins to move the bytes."""
         self._moved_at = time.perf_counter()
         self._link = link
-        if isinstance(link, SupportsProgress):
+        if has_progress(link):
             self._progress = link.progress()
         else:
             self._limit_s = max(self._limit_s, self._slow_s)
@@ -63,7 +64,7 @@ class StallWatch:
     def still_s(self) -> float:
         """Return for how many seconds nothing has been seen to move."""
         now = time.perf_counter()
-        if isinstance(self._link, SupportsProgress):
+        if has_progress(self._link):
             progress = self._link.progress()
             if progress != self._progress:
                 self._progress, self._moved_at = progress, now
@@ -94,7 +95,7 @@ class StallWatch:
         """
         if time.perf_counter() < self._deadline:
             return None
-        reports = self._link is None or isinstance(self._link, SupportsProgress)
+        reports = self._link is None or has_progress(self._link)
         enough = _LATE_S if reports else self._slow_s
         # Not looked at again: ending the transfer has changed the link's progress.
         return self._stalled() if time.perf_counter() - self._moved_at >= enough else None

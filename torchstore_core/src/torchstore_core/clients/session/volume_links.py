@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from torchstore_core.contracts.transport import Link, LinkContext, SupportsWindow
+from torchstore_core.clients.session.abilities import has_window
+from torchstore_core.contracts.transport import Link, LinkContext
 from torchstore_core.errors import (
     PluginError,
     StoreClosedError,
@@ -249,7 +250,7 @@ class VolumeLinks:
             with self._lock:
                 links: list[object] = list(self._links.values())
             for link in links:
-                if isinstance(link, SupportsWindow):
+                if has_window(link):
                     link.window(segment)
                     link.prepare(segment, 0, nbytes, fresh=False)
 

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from torchstore_core.clients.session.abilities import has_map, has_window
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.session.stalls import StallWatch
 from torchstore_core.clients.session.volume_links import VolumeLinks
 from torchstore_core.clients.transfer import mapping, staging
 from torchstore_core.clients.transfer.moves import Batch, GetBatch
 from torchstore_core.clients.transfer.windows import by_window as _by_window
-from torchstore_core.contracts.transport import Link, SupportsMap, SupportsWindow
+from torchstore_core.contracts.transport import Link
 from torchstore_core.errors import StoreClosedError, StoreTimeoutError, TransportError
 from torchstore_core.machine.tasks import wait_ended
 from torchstore_core.plugins.ranking import Candidate
@@ -209,14 +210,14 @@ async def by_link(link: Link, batch: Batch, room: int | None = None) -> Sequence
     if isinstance(batch, GetBatch):
         if isinstance(batch.prepared, _Rest):  # mappings outlive the link that made them
             mapped, batch = batch.prepared
-        elif isinstance(link, SupportsMap) and batch.prepared is None:
+        elif has_map(link) and batch.prepared is None:
             whole = batch
             mapped, batch = mapping.map_runs(link, batch)
             if mapped:
                 whole.prepared = _Rest(mapped, batch)
         if not batch.jobs and not batch.plain:
             return mapped
-    if isinstance(link, SupportsWindow):
+    if has_window(link):
         await _by_window(link, batch)
     else:
         await staging.by_copies(link, batch, room)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 import torch
 
+from torchstore_core.clients.session.abilities import has_registration
 from torchstore_core.clients.transfer import cuda
 from torchstore_core.clients.transfer.link_errors import link_errors
 from torchstore_core.clients.transfer.moves import Batch, Columns, Move, TensorMove
@@ -23,7 +24,7 @@ from torchstore_core.clients.values.tensors import (
     split_rows,
     strided_copy,
 )
-from torchstore_core.contracts.transport import Copy, Link, SupportsRegistration
+from torchstore_core.contracts.transport import Copy, Link
 from torchstore_core.errors import TransportError
 from torchstore_core.machine import copying
 
@@ -77,7 +78,7 @@ async def by_copies(link: Link, batch: Batch, room: int | None) -> None:
 
 
 async def _move(link: Link, batch: Batch, copies: list[Copy]) -> None:
-    if isinstance(link, SupportsRegistration):
+    if has_registration(link):
         move = link.write_from if batch.into_segment else link.read_into
         await move(copies, batch.memory())
     else:
