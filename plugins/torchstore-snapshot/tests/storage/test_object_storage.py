@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import os
 import resource
 import threading
@@ -14,10 +15,12 @@ from typing import Any
 import fsspec  # type: ignore[import-untyped]
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from tests.processes import run_script
 from tests.support import SMALL
 
 import torchstore_core as ts
+from torchstore_cli import main
 from torchstore_snapshot import (
     BucketNotFoundError,
     Series,
@@ -34,6 +37,7 @@ from torchstore_snapshot import (
     snapshot_store,
 )
 from torchstore_snapshot.background import process
+from torchstore_snapshot.dcp import SnapshotStorageReader, SnapshotStorageWriter
 from torchstore_snapshot.format.paths import MANIFEST
 from torchstore_snapshot.restoring import fetching, reading
 from torchstore_snapshot.storage import remote
@@ -156,6 +160,51 @@ async def test_settings_of_the_program_for_stores(unknown_server: dict[str, Any]
         assert (await client.get("w")).tolist() == [*range(5)]
     finally:
         await ts.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_settings_of_the_program_for_checkpoints(unknown_server: dict[str, Any]) -> None:
+    writer = SnapshotStorageWriter(URL, fsync=False, **unknown_server)
+    dcp.save({"m": {"w": torch.arange(5)}, "n": 3}, storage_writer=writer)
+    own: dict[str, Any] = {"m": {"w": torch.zeros(5, dtype=torch.int64)}, "n": 0}
+    reader = SnapshotStorageReader(**unknown_server)
+    dcp.load(own, checkpoint_id=URL, storage_reader=reader)
+    assert own["m"]["w"].tolist() == [*range(5)]
+    assert own["n"] == 3
+    with pytest.raises(ts.ConfigurationError, match="dict"):
+        SnapshotStorageReader(URL, storage_options="key=a")  # type: ignore[arg-type]
+    with pytest.raises(ts.ConfigurationError, match="dict"):
+        SnapshotStorageWriter(URL, storage_options={1: "a"})  # type: ignore[dict-item]
+
+
+def test_settings_of_the_command_line(
+    unknown_server: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Snapshot.take(URL, {"m": StateDict(w=torch.arange(6))}, **unknown_server)
+    # A shard that is the whole tensor: to compare it, both have to be read.
+    shard = ts.TensorShard(torch.arange(6), ts.TensorSlice((0,), (6,), (6,)))
+    Snapshot.take(tmp_path / "a", {"m": StateDict(w=shard)}, fsync=False)
+    given = unknown_server.get("storage_options", {})
+    texts = (v if isinstance(v, str) else json.dumps(v) for v in given.values())
+    options = [f"--storage-option={name}={text}" for name, text in zip(given, texts, strict=True)]
+
+    def call(*arguments: object) -> int:
+        status = main(["snapshot", *map(str, arguments), *options])
+        capsys.readouterr()
+        return status
+
+    assert call("ls", URL) == call("show", URL, "m/w") == call("verify", URL) == 0
+    assert call("convert", URL, tmp_path / "tensors", "--to", "safetensors") == 0
+    assert call("convert", tmp_path / "tensors", f"{URL}-b") == 0
+    assert call("diff", URL, f"{URL}-b") == 1  # there, the key has another name
+    assert call("diff", URL, tmp_path / "a") == 0
+    assert call("gc", URL.rpartition("/")[0], "--keep-last", 1) == 0
+    assert call("ls", URL) == 1
+    if options:
+        assert main(["snapshot", "ls", str(tmp_path / "a"), *options]) == 1
+        assert "storage_options" in capsys.readouterr().err
+        assert main(["snapshot", "ls", URL, "--storage-option", "key"]) == 2
+        assert "KEY=VALUE" in capsys.readouterr().err
 
 
 def test_settings_that_no_other_process_can_have(

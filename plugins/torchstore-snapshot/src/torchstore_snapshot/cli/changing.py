@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from torchstore_snapshot.cli import reports
+from torchstore_snapshot.storage.settings import current
 
 if TYPE_CHECKING:
     from torchstore_snapshot.converting import Kind
@@ -21,7 +22,7 @@ def collect(path: str, keep_last: int | None, *, dry_run: bool) -> reports.Colle
     """
     from torchstore_snapshot.series.gc import gc
 
-    done = gc(path, keep_last=keep_last, dry_run=dry_run)
+    done = gc(path, keep_last=keep_last, dry_run=dry_run, storage_options=current())
     return reports.Collected(
         path=done.path,
         dry_run=done.dry_run,
@@ -44,7 +45,14 @@ def converted(
     from torchstore_snapshot.converting import convert
 
     start = time.perf_counter()
-    done = convert(source, destination, to=into, overwrite=overwrite, allow_pickle=allow_pickle)
+    done = convert(
+        source,
+        destination,
+        to=into,
+        overwrite=overwrite,
+        allow_pickle=allow_pickle,
+        storage_options=current(),
+    )
     return reports.Converted(
         source=source,
         destination=destination,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -21,6 +22,50 @@ def _json(command: F) -> F:
     return click.option("--json", "as_json", is_flag=True, help="Answer in JSON.")(command)
 
 
+def _options(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> dict[str, Any]:
+    """Each ``KEY=VALUE`` as a name, and what JSON it is, or text."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise click.BadParameter(f"{text!r} is not KEY=VALUE", ctx, param)
+        try:
+            found[key] = msgspec.json.decode(value)
+        except msgspec.DecodeError:
+            found[key] = value
+    return found
+
+
+def _stored(*paths: str) -> Callable[[F], F]:
+    """Give a command ``--storage-option``: its URLs are opened with what is given.
+
+    Args:
+        paths: the names of the arguments that may be URLs.
+    """
+
+    def decorate(command: F) -> F:
+        @functools.wraps(command)
+        def run(*args: Any, storage_options: dict[str, Any], **kwargs: Any) -> Any:
+            from torchstore_snapshot.storage.opening import is_remote
+            from torchstore_snapshot.storage.settings import using
+
+            several = len(paths) > 1 and any(is_remote(kwargs[path]) for path in paths)
+            with using(storage_options, with_folders=several):
+                return command(*args, **kwargs)
+
+        return click.option(
+            "--storage-option",
+            "storage_options",
+            metavar="KEY=VALUE",
+            callback=_options,
+            multiple=True,
+            help="An argument of the file system of a URL, such as endpoint_url; may be repeated. "
+            "VALUE is JSON if it can be read as such (key='\"1\"' is text), else text.",
+        )(run)  # type: ignore[return-value]
+
+    return decorate
+
+
 @click.group()
 def snapshot() -> None:
     """Look into snapshots, check, compare, convert and clean them up.
@@ -32,6 +77,7 @@ def snapshot() -> None:
 @snapshot.command()
 @click.argument("path")
 @click.argument("prefix", default="")
+@_stored("path")
 @_json
 @click.pass_context
 def ls(ctx: click.Context, path: str, prefix: str, as_json: bool) -> None:
@@ -47,6 +93,7 @@ def ls(ctx: click.Context, path: str, prefix: str, as_json: bool) -> None:
 @snapshot.command()
 @click.argument("path")
 @click.argument("name", metavar="[OBJECT]", default="")
+@_stored("path")
 @_json
 @click.pass_context
 def show(ctx: click.Context, path: str, name: str, as_json: bool) -> None:
@@ -58,6 +105,7 @@ def show(ctx: click.Context, path: str, name: str, as_json: bool) -> None:
 
 @snapshot.command()
 @click.argument("path")
+@_stored("path")
 @_json
 @click.pass_context
 def verify(ctx: click.Context, path: str, as_json: bool) -> int:
@@ -72,6 +120,7 @@ def verify(ctx: click.Context, path: str, as_json: bool) -> int:
 @snapshot.command()
 @click.argument("before")
 @click.argument("after")
+@_stored("before", "after")
 @_json
 @click.pass_context
 def diff(ctx: click.Context, before: str, after: str, as_json: bool) -> int:
@@ -95,6 +144,7 @@ def diff(ctx: click.Context, before: str, after: str, as_json: bool) -> int:
     help="Of a folder of snapshots, also remove all but the last N, and what they alone need.",
 )
 @click.option("--dry-run", "-n", is_flag=True, help="Only say what would be removed.")
+@_stored("path")
 @_json
 @click.pass_context
 def gc(ctx: click.Context, path: str, keep_last: int | None, dry_run: bool, as_json: bool) -> None:
@@ -124,6 +174,7 @@ def gc(ctx: click.Context, path: str, keep_last: int | None, dry_run: bool, as_j
     is_flag=True,
     help="Also convert what is pickled. Unpickling runs code from SOURCE.",
 )
+@_stored("source", "destination")
 @_json
 @click.pass_context
 def convert(

@@ -11,7 +11,8 @@ from torchstore_snapshot.cli.looking import describe, entries_of
 from torchstore_snapshot.format.manifest import Entry, ObjectEntry, Piece, TensorEntry
 from torchstore_snapshot.progress import Progress
 from torchstore_snapshot.restoring.verifying import all_pieces, verify_all
-from torchstore_snapshot.storage.opening import open_storage, read_manifest
+from torchstore_snapshot.storage.opening import is_remote, open_storage, read_manifest
+from torchstore_snapshot.storage.settings import current
 
 __all__ = ["compare", "verify"]
 
@@ -93,5 +94,10 @@ def _equal(old: str, new: str, path: str) -> bool:
     from torchstore_core.clients.values.tensors import byte_like
     from torchstore_snapshot.api.snapshot import Snapshot
 
-    a, b = (byte_like(Snapshot(where).read_object(path)) for where in (old, new))
+    options = current()
+    a, b = (
+        Snapshot(where, storage_options=options if is_remote(where) else None).read_object(path)
+        for where in (old, new)
+    )
+    a, b = byte_like(a), byte_like(b)
     return torch.equal(a, b)

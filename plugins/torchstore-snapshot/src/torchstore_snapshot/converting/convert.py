@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +22,8 @@ from torchstore_snapshot.format.paths import new_take_id
 from torchstore_snapshot.format.safetensors_files import FILE_MAX
 from torchstore_snapshot.restoring.files import Files
 from torchstore_snapshot.storage.local import LocalStorage
-from torchstore_snapshot.storage.opening import open_storage, read_manifest
+from torchstore_snapshot.storage.opening import is_remote, open_storage, read_manifest
+from torchstore_snapshot.storage.settings import using
 from torchstore_snapshot.taking.take import TakeOptions
 
 __all__ = ["Converted", "convert"]
@@ -58,6 +59,7 @@ def convert(
     fsync: bool = True,
     allow_pickle: bool = False,
     file_max: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Converted:
     """Convert a folder of another library to a snapshot, or a snapshot to such a folder.
 
@@ -78,6 +80,7 @@ def convert(
         fsync: flush all files before the destination becomes visible.
         allow_pickle: load and store what needs pickle; this runs code from ``source``.
         file_max: bytes of tensors in one file; None: 2 GiB, and 256 MiB in a checkpoint.
+        storage_options: as for ``Snapshot``; for whichever of the two is a URL.
 
     Raises:
         SnapshotNotFoundError: there is nothing to be converted.
@@ -89,6 +92,33 @@ def convert(
             something. Nothing is left of the destination.
         OSError: the storage failed.
     """
+    urls = [is_remote(os.fspath(path)) for path in (source, destination)]
+    with using(storage_options, with_folders=any(urls)):
+        return _convert(
+            source,
+            destination,
+            to=to,
+            key=key,
+            rank=rank,
+            overwrite=overwrite,
+            fsync=fsync,
+            allow_pickle=allow_pickle,
+            file_max=file_max,
+        )
+
+
+def _convert(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    to: Kind | None,
+    key: str | None,
+    rank: int | None,
+    overwrite: bool,
+    fsync: bool,
+    allow_pickle: bool,
+    file_max: int | None,
+) -> Converted:
     kind = detect(source)
     target = to or "snapshot"
     if target not in KINDS:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
 from torchstore_core.errors import ConfigurationError
+from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.storage.opening import open_storage
+from torchstore_snapshot.storage.settings import using
 
 __all__ = ["AtKey", "AtPath"]
 
@@ -14,6 +18,16 @@ class AtPath:
     """A half whose checkpoints are snapshots."""
 
     _path: str | None
+    _storage_options: Mapping[str, Any] | None = None
+
+    def _storage(self) -> Storage:
+        """Open the storage of the checkpoint.
+
+        Raises:
+            ConfigurationError: nobody has said where it is, or it cannot be opened.
+        """
+        with using(self._storage_options):
+            return open_storage(self.checkpoint_id)
 
     @property
     def checkpoint_id(self) -> str:

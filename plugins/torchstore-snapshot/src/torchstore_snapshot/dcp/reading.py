@@ -43,7 +43,8 @@ from torchstore_snapshot.restoring.reading import (
     read_piece,
 )
 from torchstore_snapshot.restoring.restore import VerifyNew, when_new
-from torchstore_snapshot.storage.opening import open_storage, read_manifest
+from torchstore_snapshot.storage.opening import read_manifest
+from torchstore_snapshot.storage.settings import using
 
 __all__ = ["SnapshotStorageReader", "described", "load_values", "unfolded"]
 
@@ -63,6 +64,7 @@ class SnapshotStorageReader(AtPath, StorageReader):
             damage that one of them finds ends the load on all of them; ``"all"``: also read as a
             whole those of which only a part is needed.
         allow_pickle: also load values that were pickled.
+        storage_options: as for ``Snapshot``; for a ``checkpoint_id=`` of the call, too.
 
     ``dcp.load`` wraps what a rank raises in a ``CheckpointException``, whose ``failures`` are, by
     rank: SnapshotCorruptError, SnapshotFormatError, UnsafeObjectError or LayoutMismatchError. That
@@ -76,7 +78,10 @@ class SnapshotStorageReader(AtPath, StorageReader):
         key: str | None = None,
         verify: VerifyNew = True,
         allow_pickle: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
+        with using(storage_options):  # refuses what are none
+            self._storage_options = storage_options
         self._path = None if path is None else os.fspath(path)
         self._key = key
         self._verify = verify
@@ -102,7 +107,7 @@ class SnapshotStorageReader(AtPath, StorageReader):
             SnapshotNotFoundError, SnapshotFormatError, SnapshotCorruptError: there is no snapshot
                 that can be used, or it does not have the key.
         """
-        storage = open_storage(self.checkpoint_id)
+        storage = self._storage()
         manifest = read_manifest(storage)
         with Files(storage, manifest) as files:
             state = unfolded(
@@ -137,7 +142,7 @@ class SnapshotStorageReader(AtPath, StorageReader):
                 dtype = dtype_of(meta, value.path)
                 target = torch.empty(tuple(item.lengths), dtype=dtype, device="meta")
                 reads += _reads(value, item, target)
-        with Files(open_storage(self.checkpoint_id), manifest) as files:
+        with Files(self._storage(), manifest) as files:
             check_reads(files, reads, self._check)
         self._verified = plan.items
         return plan
@@ -156,7 +161,7 @@ class SnapshotStorageReader(AtPath, StorageReader):
             UnsafeObjectError: a value was pickled.
             LayoutMismatchError: a tensor is not of the shape that the plan says.
         """
-        storage = open_storage(self.checkpoint_id)
+        storage = self._storage()
         manifest = self._manifest or read_manifest(storage)
         known = self._verified is not None and self._verified == plan.items
         with Files(storage, manifest) as files:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -32,7 +32,7 @@ from torchstore_snapshot.format.manifest import (
 from torchstore_snapshot.format.paths import claim_file, new_take_id, take_of
 from torchstore_snapshot.series.claims import Claim, require
 from torchstore_snapshot.storage.base import Storage
-from torchstore_snapshot.storage.opening import open_storage
+from torchstore_snapshot.storage.settings import using
 from torchstore_snapshot.taking.collecting import Item
 from torchstore_snapshot.taking.planning import INLINE_MAX, Unit, plan_files
 from torchstore_snapshot.taking.replacing import maps_of, refuse_foreign_maps
@@ -57,6 +57,8 @@ class SnapshotStorageWriter(AtPath, StorageWriter):
         overwrite: replace a snapshot that is already there, in one step.
         fsync: flush all files before the snapshot becomes visible.
         allow_pickle: save what needs pickle, too. Only readers that allow it can load it.
+        storage_options: as for ``Snapshot``; for a ``checkpoint_id=`` of the call, too. A process
+            of an ``async_save`` is sent them, by pickle.
         options: as for ``Snapshot.take``: ``file_max``, ``threads``.
 
     ``dcp.save`` wraps what a rank raises in a ``CheckpointException``, whose ``failures`` are, by
@@ -72,6 +74,7 @@ class SnapshotStorageWriter(AtPath, StorageWriter):
         overwrite: bool = False,
         fsync: bool = True,
         allow_pickle: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         unknown = options.keys() - set(TakeOptions._fields)
@@ -84,6 +87,8 @@ class SnapshotStorageWriter(AtPath, StorageWriter):
         )
         self._options.check()
         self._key = key
+        with using(storage_options):  # refuses what are none
+            self._storage_options = storage_options
         self._path = None if path is None else os.fspath(path)
         self._take = new_take_id()
         self._rank = 0
@@ -121,7 +126,7 @@ class SnapshotStorageWriter(AtPath, StorageWriter):
         self._take = new_take_id()
         self._rank = int(kwargs.get("rank") or 0)
         if is_coordinator:
-            storage = open_storage(self.checkpoint_id)
+            storage = self._storage()
             storage.prepare(durable=self._options.fsync)
             refuse_existing(storage, overwrite=self._options.overwrite)
             self._begin_claim(storage)
@@ -138,7 +143,7 @@ class SnapshotStorageWriter(AtPath, StorageWriter):
         """
         items = (item for plan in plans for item in self._tensors(plan))
         try:
-            refuse_foreign_maps(open_storage(self.checkpoint_id), maps_of(items))
+            refuse_foreign_maps(self._storage(), maps_of(items))
         except BaseException:
             if self._claim is not None and self._abandon is not None:
                 self._abandon.detach()
@@ -178,7 +183,7 @@ class SnapshotStorageWriter(AtPath, StorageWriter):
             units.append(Unit(len(items) - 1, 0))
         files = plan_files(items, units, self._take, self._rank, self._options.file_max)
         layouts = [(file.name, file.layout) for file in files]
-        storage = open_storage(self.checkpoint_id)
+        storage = self._storage()
         if files and self._claim is None:
             self._begin_claim(storage)
         opened = OpenFiles(
@@ -223,7 +228,7 @@ class SnapshotStorageWriter(AtPath, StorageWriter):
             shared,
             checkpoint=checkpoint,
         )
-        storage = open_storage(self.checkpoint_id)
+        storage = self._storage()
         # The file of each rank has a take of its own, with a claim that is no longer needed then.
         others = {take for name in files if (take := take_of(name)) and take != self._take}
         try:

@@ -14,9 +14,9 @@ from torchstore_snapshot.format.paths import MANIFEST, take_of
 from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.storage.local import LocalStorage
 from torchstore_snapshot.storage.remote import RemoteStorage
-from torchstore_snapshot.storage.settings import current
+from torchstore_snapshot.storage.settings import for_folders
 
-__all__ = ["leavings", "open_storage", "read_manifest"]
+__all__ = ["is_remote", "leavings", "open_storage", "read_manifest"]
 
 
 def open_storage(path: str | os.PathLike[str]) -> Storage:
@@ -30,15 +30,24 @@ def open_storage(path: str | os.PathLike[str]) -> Storage:
     text: object = os.fspath(path)
     if not isinstance(text, str) or not text or "\0" in text:
         raise ConfigurationError(f"the path of a snapshot is a str, not {text!r}")
-    local = _LOCAL.match(text)
-    if local is None and "://" in text:
+    if is_remote(text):
         return RemoteStorage.at(text)
-    if current():
+    local = _LOCAL.match(text)
+    if for_folders():
         raise ConfigurationError(
             f"{text!r} is a folder, which is opened without storage_options; they are for URLs",
             details={"path": text},
         )
     return LocalStorage(text if local is None else _path_of(text, text[local.end() :]))
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path is the URL of something else than a local folder.
+
+    >>> is_remote("s3://bucket/step-1"), is_remote("file:///run/step-1"), is_remote("step-1")
+    (True, False, False)
+    """
+    return _LOCAL.match(path) is None and "://" in path
 
 
 # What the URLs of local files begin with; RFC 8089 has file:/path, too.

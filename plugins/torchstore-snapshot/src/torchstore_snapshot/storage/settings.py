@@ -14,11 +14,12 @@ import msgspec
 
 from torchstore_core.errors import ConfigurationError
 
-__all__ = ["Settings", "configured", "current", "settings_for", "using"]
+__all__ = ["Settings", "configured", "current", "for_folders", "settings_for", "using"]
 
 _current: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.ContextVar(
     "storage_options", default=None
 )
+_with_folders: contextvars.ContextVar[bool] = contextvars.ContextVar("with_folders", default=False)
 
 
 class Settings(msgspec.Struct, array_like=True):
@@ -46,8 +47,12 @@ class Settings(msgspec.Struct, array_like=True):
 
 
 @contextlib.contextmanager
-def using(options: Mapping[str, Any] | None) -> Iterator[None]:
+def using(options: Mapping[str, Any] | None, *, with_folders: bool = False) -> Iterator[None]:
     """While it lasts, file systems that this thread opens get these options.
+
+    Args:
+        with_folders: local folders are opened, too, of course without them; otherwise, who gives
+            them for a folder is told that they have no effect.
 
     Raises:
         ConfigurationError: they are no dict with names.
@@ -64,16 +69,22 @@ def using(options: Mapping[str, Any] | None) -> Iterator[None]:
             "storage_options is a dict of arguments by name, "
             f"not a {type(given).__name__} or one with other keys than str"
         )
-    token = _current.set(options)
+    token, other = _current.set(options), _with_folders.set(with_folders)
     try:
         yield
     finally:
         _current.reset(token)
+        _with_folders.reset(other)
 
 
 def current() -> dict[str, Any]:
     """Return the options of the call that this thread is in."""
     return dict(_current.get() or {})
+
+
+def for_folders() -> bool:
+    """Whether options are a mistake where this thread opens a folder."""
+    return bool(_current.get()) and not _with_folders.get()
 
 
 def configured(url: str) -> dict[str, dict[str, Any] | None]:
