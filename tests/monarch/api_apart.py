@@ -12,7 +12,22 @@ import pytest
 
 import torchstore_core as ts
 
-__all__ = ["run_tests"]
+__all__ = ["STATE_DICTS", "TENSORS", "run_tests"]
+
+#: Files of tests that move tensors, and state dicts.
+TENSORS = [
+    f"values/test_{name}.py" for name in ("tensors", "inplace", "slices", "batches", "shards")
+]
+STATE_DICTS = [
+    f"state_dicts/test_{name}.py"
+    for name in (
+        "state_dicts",
+        "state_dict_inplace",
+        "state_dict_transfer",
+        "participants",
+        "packed",
+    )
+]
 
 # Plug-ins that would need the main thread, or that belong to the run that this one is a part of.
 _WITHOUT = ("cacheprovider", "faulthandler", "timeout", "xdist")

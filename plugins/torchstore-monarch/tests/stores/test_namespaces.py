@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from tests.monarch import acts
-from tests.monarch.api_apart import run_tests
+from tests.monarch.api_apart import STATE_DICTS, TENSORS, run_tests
 from tests.monarch.jobs import Job, python_path, running
 from tests.support import until
 
@@ -28,16 +28,6 @@ from torchstore_core.testing.networks import Namespace
 
 MB = 1 << 20
 _DTYPES = ["values/test_dtypes.py"]
-_TENSORS = ["tensors", "inplace", "slices", "batches", "shards"]
-_TENSORS = [f"values/test_{name}.py" for name in _TENSORS]
-_STATE_DICTS = [
-    "state_dicts",
-    "state_dict_inplace",
-    "state_dict_transfer",
-    "participants",
-    "packed",
-]
-_STATE_DICTS = [f"state_dicts/test_{name}.py" for name in _STATE_DICTS]
 
 
 @pytest.mark.parametrize("own", [pytest.param("its address", marks=pytest.mark.soak), "127.0.1.1"])
@@ -189,8 +179,8 @@ async def test_both_sides_of_a_link_between_networks(
     ("files", "least"),
     [
         pytest.param(_DTYPES, 40, marks=pytest.mark.soak, id="dtypes"),
-        pytest.param(_TENSORS, 150, id="tensors"),
-        pytest.param(_STATE_DICTS, 150, id="state-dicts"),
+        pytest.param(TENSORS, 150, id="tensors"),
+        pytest.param(STATE_DICTS, 150, id="state-dicts"),
     ],
 )
 async def test_the_api_over_two_networks(apart: Job, files: list[str], least: int) -> None:

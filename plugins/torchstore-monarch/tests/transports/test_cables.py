@@ -16,6 +16,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from tests.monarch import acts
+from tests.monarch.api_apart import STATE_DICTS, TENSORS, run_tests
 from tests.monarch.jobs import Job
 from tests.support import until
 
@@ -201,6 +202,44 @@ async def test_a_slow_cable(stored: Cables) -> None:
     finally:
         stored.fast()
     assert await stored.job.at(0, _is, 1, nbytes)
+
+
+_STALL_S, _BETWEEN_S = 0.7, 4.0
+
+
+async def _stalls(cables: Cables) -> None:
+    """Pull the data's cable every few seconds, for less time than a connection lasts."""
+    try:
+        while True:
+            await asyncio.sleep(_BETWEEN_S)
+            cables.pull("eth1")
+            await asyncio.sleep(_STALL_S)
+            cables.plug("eth1")
+    finally:
+        cables.plug("eth1")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("stalls", [False, True], ids=["slow", "stalls"])
+@pytest.mark.parametrize("files", [TENSORS, STATE_DICTS], ids=["tensors", "state-dicts"])
+async def test_the_api_over_a_slow_cable(cables: Cables, files: list[str], stalls: bool) -> None:
+    """Tests of tests/api, whose values all go over it; with stalls, it is pulled time and again."""
+    block = ["monarch-rpc", "monarch-rdma", "inline"]
+    await cables.job.root(acts.initialize_on_hosts, {"num_storage_volumes": 1, "block": block})
+    cables.slow()
+    before = cables.carried()
+    trouble = asyncio.ensure_future(_stalls(cables)) if stalls else None
+    try:
+        passed, failures = await cables.job.at(1, run_tests, files, timeout=110.0)
+        assert not failures, "\n".join(failures)[:20_000]
+        assert passed >= 150
+        assert cables.carried() - before > MB
+    finally:
+        if trouble is not None:
+            trouble.cancel()
+            await asyncio.wait([trouble])
+        cables.fast()
+        await cables.job.root(acts.shutdown)
 
 
 @_TCP
