@@ -47,6 +47,7 @@ class Allocator:
         "_by_end",
         "_by_start",
         "_files",
+        "_files_in_use",
         "_grow",
         "capacity",
         "high_water",
@@ -69,6 +70,7 @@ class Allocator:
         # File k: starts of free ranges of 2**k <= size < 2**(k+1). Entries may be stale; a start
         # is current if its size in _by_start belongs to file k.
         self._files: list[list[int]] = [[] for _ in range(64)]
+        self._files_in_use = 0  # bit k: file k has entries
         if self.capacity:
             self._insert(0, self.capacity)
 
@@ -117,8 +119,12 @@ class Allocator:
             self.refused = False
             return None
         best = self._exact_file(size)
-        for k in range(size.bit_length(), 64):
-            top = self._top(k)
+        k = size.bit_length()
+        files = self._files_in_use >> k << k
+        while files:  # usually, very few of them have entries
+            lowest = files & -files
+            files ^= lowest
+            top = self._top(lowest.bit_length() - 1)
             if top is not None and (best is None or top < best):
                 best = top
         if best is None or (best + size > self._assured and not self._assure(best, size)):
@@ -261,6 +267,7 @@ class Allocator:
             file[:] = current
             heapq.heapify(file)
         heapq.heappush(file, start)
+        self._files_in_use |= 1 << k
 
     def _filed(self, start: int, k: int) -> bool:
         return self._by_start.get(start, 0).bit_length() - 1 == k
@@ -269,7 +276,10 @@ class Allocator:
         file = self._files[k]
         while file and not self._filed(file[0], k):
             heapq.heappop(file)
-        return file[0] if file else None
+        if file:
+            return file[0]
+        self._files_in_use &= ~(1 << k)
+        return None
 
     def _exact_file(self, size: int) -> int | None:
         """Return the lowest start of a range that fits, from the one file in which some ranges are
