@@ -229,15 +229,23 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def train(kinds: list[tuple[str, str]]) -> None:
-    """Pretrained weights, one step of an optimizer, and a checkpoint of each kind."""
+    """Pretrained weights, one step of an optimizer, and a checkpoint of each kind; "take" is one by
+    ``Snapshot`` itself, of the model and the optimizer as they are.
+    """
     model, optimizer = minilm("FSDP")
     options = StateDictOptions(full_state_dict=True)
     whole = example().MiniLM(pretrained=True).model.state_dict()
     dcp.state_dict.set_model_state_dict(model, whole, options=options)
     step(model, optimizer)
     for kind, where in kinds:
-        parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-        dcp.save(parts, storage_writer=writer(kind, where))
+        if kind == "take":
+            Snapshot.take(where, {"model": model, "optimizer": optimizer}, fsync=False)
+            continue
+        dcp.save(parts_of(model, optimizer), storage_writer=writer(kind, where))
+
+
+def parts_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
 
 
 def resume(
@@ -254,8 +262,14 @@ def resume(
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
-        parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-        dcp.load(parts, storage_reader=reader(kind, where))
+        if kind == "take":  # into an optimizer that has not made a step
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+            Snapshot(where).restore({"model": model, "optimizer": optimizer})
+            assert {group["lr"] for group in optimizer.param_groups} == {1e-3}
+            parts = parts_of(model, optimizer)
+        else:
+            parts = parts_of(model, optimizer)
+            dcp.load(parts, storage_reader=reader(kind, where))
         found = flat(parts)
         seen = seen or found
         assert found.keys() == seen.keys()
@@ -266,6 +280,7 @@ def resume(
     )
     if save_again is not None:
         dcp.save(parts, storage_writer=SnapshotStorageWriter(save_again, fsync=False))
+        Snapshot.take(f"{save_again}-take", {"model": model, "optimizer": optimizer}, fsync=False)
     step(model, optimizer)
     norms: dict[str, float] = {}
     for name, parameter in model.named_parameters():

@@ -170,9 +170,10 @@ async def test_minilm_and_its_optimizer_from_fsdp_to_one_rank_to_tensor_parallel
 ) -> None:
     where, again = str(tmp_path / "s"), str(tmp_path / "again")
     files, key = str(tmp_path / "f"), str(tmp_path)
-    kinds = [("snapshot", where), ("files", files), ("store", key)]
+    kinds = [("snapshot", where), ("files", files), ("store", key), ("take", f"{where}-take")]
     await jobs["two"].run(acts.train, kinds)
     (alone,) = await jobs["one"].run(acts.resume, kinds, "", again)
-    kinds = [("snapshot", again), ("snapshot", where), ("store", key)]
+    kinds = [("take", f"{again}-take"), ("take", f"{where}-take")]
+    kinds += [("snapshot", again), ("snapshot", where), ("store", key)]
     for parallel in await jobs["two"].run(acts.resume, kinds, "TP"):
         assert parallel == pytest.approx(alone, rel=1e-6)
