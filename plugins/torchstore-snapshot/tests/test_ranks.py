@@ -51,6 +51,19 @@ async def test_any_layout_restores_to_any_other(
     assert all(torch.equal(whole[name], acts.full(name)) for name in acts.SHAPES)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("spec", ["010", "0R1", "100"])
+async def test_a_mesh_of_three_dimensions(jobs: Jobs, tmp_path: Path, spec: str) -> None:
+    """Two of which shard the same dimension of tensors, unevenly; some ranks have nothing."""
+    folder, back = str(tmp_path / "s"), str(tmp_path / "back")
+    await jobs["eight"].run(acts.take_sharded, folder, [2, 2, 2], spec, False)
+    await jobs["two"].run(acts.restore_sharded, folder, [2], "1")
+    await jobs["four"].run(acts.take_sharded, back, [4], "0", False)
+    await jobs["eight"].run(acts.restore_sharded, back, [2, 2, 2], spec)
+    whole = Snapshot(folder).get_state_dict_for_key("m")
+    assert all(torch.equal(whole[name], acts.full(name)) for name in acts.SHAPES)
+
+
 async def test_what_is_sharded_and_replicated_is_written_once(jobs: Jobs, tmp_path: Path) -> None:
     folder = tmp_path / "s"
     await jobs["four"].run(acts.take_sharded, str(folder), [2, 2], "R0", False)

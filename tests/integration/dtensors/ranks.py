@@ -46,7 +46,7 @@ class Nursery:
     A context manager: neither it nor the ranks outlive it.
 
     Attributes:
-        jobs: process groups that know nothing of each other, by name: of 1, 2, 2 and 4 ranks.
+        jobs: process groups that know nothing of each other, by name: of 1, 2, 2, 4 and 8 ranks.
     """
 
     def __init__(self, *modules: str) -> None:
@@ -57,7 +57,7 @@ class Nursery:
             command, cwd=_ROOT, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
         )
         theirs.close()
-        sizes = {"one": 1, "two": 2, "other": 2, "four": 4}
+        sizes = {"one": 1, "two": 2, "other": 2, "four": 4, "eight": 8}
         self.jobs: Jobs = {name: Ranks(self, size) for name, size in sizes.items()}
 
     def __enter__(self) -> Nursery:
