@@ -79,7 +79,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What makes the test's own process part of a Monarch job comes last: that changes the default
     runtime. Before it, and among itself, long files come before those of many short tests, so that
     all processes of the tests are busy to the end; first of all those that mostly wait for an
@@ -96,6 +96,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not _is_quick(item, folders[item.path]):
             item.add_marker("thorough")
+    if not config.getoption("runtime"):
+        for item in _much_alike(items):
+            item.add_marker("soak")
 
 
 def _is_quick(item: pytest.Item, folders: frozenset[Path]) -> bool:
@@ -106,6 +109,22 @@ def _is_quick(item: pytest.Item, folders: frozenset[Path]) -> bool:
         callspec = getattr(item, "callspec", None)
         return callspec is None or callspec.params.get("runtime", "local") == "local"
     return item.get_closest_marker("quick") is not None
+
+
+def _much_alike(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Tests of the public API that run with the soak tests alone: with a runtime that is not
+    ``local``, of each test the first and the last set of parameters are enough. Runtimes differ in
+    how a store starts, and then all values take the same way.
+    """
+    by_test: dict[tuple[str, object], list[pytest.Item]] = {}
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        runtime = callspec.params.get("runtime", "local") if callspec is not None else "local"
+        if runtime != "local":
+            test = item.nodeid.partition("[")[0]
+            by_test.setdefault((test, runtime), []).append(item)
+    for alike in by_test.values():
+        yield from alike[1:-1]
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -176,11 +176,22 @@ async def _check_nothing_is_left(report: dict[str, Any]) -> None:
     await until(lambda: not any(_running(pid) for pid in started))
 
 
-async def test_a_tiny_run_verifies_reports_and_cleans_up(tmp_path: Path) -> None:
-    chosen = ["batch", "warm", "mapped", "flat"]
+@pytest.fixture(scope="module")
+def tiny(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """What a tiny run has written, and its metrics by name."""
+    out = tmp_path_factory.mktemp("tiny")
+    chosen = ["volumes", "batch", "warm", "mapped", "flat"]
     sizes = ["--quick", "--gb", "0.004", "--repeat", "2"]
-    done = _run(tmp_path, *sizes, "--only", *chosen, "--skip", "flat")
-    report, metrics = _report(done, tmp_path, ["warm", "mapped", "batch"])
+    done = _run(out, *sizes, "--only", *chosen, "--skip", "flat")
+    return _report(done, out, ["warm", "mapped", "volumes", "batch"])
+
+
+async def test_a_tiny_run_verifies_reports_and_cleans_up(
+    tiny: tuple[dict[str, Any], dict[str, dict[str, Any]]],
+) -> None:
+    report, metrics = tiny
     assert report["workload"]["tensors"] == 327
     assert metrics.keys() >= TARGETED | {"put 1000 × 4 KB", "get 1000 × 4 KB"}
     assert metrics["put, warm"]["comparisons"][0]["target"] == 0.9
@@ -251,16 +262,14 @@ async def test_what_a_publish_costs_beside_its_bytes_is_measured_and_verified(
 
 
 async def test_a_get_from_several_volumes_is_measured_where_the_transport_is_the_limit(
-    tmp_path: Path,
+    tiny: tuple[dict[str, Any], dict[str, dict[str, Any]]],
 ) -> None:
-    done = _run(tmp_path, "--quick", "--gb", "0.004", "--repeat", "2", "--only", "volumes")
-    report, metrics = _report(done, tmp_path, ["volumes"])
+    _, metrics = tiny
     (one,) = metrics["get 4 × 16 MiB, 4 volumes"]["comparisons"]
     assert (one["floor"], one["target"], one["bound"]) == ("one volume's rate", 1.8, "at least")
     # The budget of a volume, 0.2 GB/s, is what limits both.
     assert max(one["values"]) <= 0.2
     assert max(metrics["get 4 × 16 MiB, 4 volumes"]["values"]) <= 4 * 0.2
-    await _check_nothing_is_left(report)
 
 
 def _real_weights() -> list[tuple[int, ...]]:
