@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,11 +25,24 @@ def _site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def _installed(_site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@contextmanager
+def _on_the_path(site: Path, patch: pytest.MonkeyPatch) -> Iterator[None]:
     root = str(Path(__file__).parents[2])
     before = os.environ.get("PYTHONPATH", "")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [before, root, str(_site)])))
-    sys.path.append(str(_site))
+    patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [before, root, str(site)])))
+    sys.path.append(str(site))
     yield
-    sys.path.remove(str(_site))
+    sys.path.remove(str(site))
+
+
+@pytest.fixture(autouse=True)
+def _installed(_site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with _on_the_path(_site, monkeypatch):
+        yield
+
+
+@pytest.fixture(scope="module")
+def installed_first(_site: Path) -> Iterator[None]:
+    """They are installed while fixtures of a module are made, which are made before."""
+    with pytest.MonkeyPatch.context() as patch, _on_the_path(_site, patch):
+        yield

@@ -9,8 +9,10 @@ import asyncio
 import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +26,38 @@ MB = 1 << 20
 METHODS = ("connect", "write", "read")
 OTHERS = ["tcp", "mailbox", "mailbox-apart"]
 VALUES = {f"k{i}": torch.arange(i, MB // 8 + i) for i in range(4)}
+
+
+@pytest.fixture(scope="module")
+def addresses(installed_first: None) -> Iterator[dict[str, str]]:
+    """Of two stores: one that prefers ``foreign``, and one that has no other transport."""
+
+    async def start() -> dict[str, str]:
+        first = await ts.initialize(store_name="first", prefer=["foreign"], block=OTHERS, **SMALL)
+        strategy = ts.SingletonStrategy(transport="foreign")
+        only = await ts.initialize(store_name="only", strategy=strategy, **SMALL)
+        return {"first": first.address, "only": only.address}
+
+    async def end() -> None:
+        await ts.shutdown("first")
+        await ts.shutdown("only")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(foreign.FAULTY, "mailbox")
+        found = asyncio.run(start())
+    yield found
+    asyncio.run(end())
+
+
+@asynccontextmanager
+async def joined(address: str, **how: Any) -> AsyncIterator[ts.Client]:
+    """A client of its own, with links of its own, of a store that is empty then and afterwards."""
+    client = await ts.connect(address, store_name="joined", **how)
+    try:
+        yield client
+        await client.delete_batch(await client.keys())
+    finally:
+        await ts.shutdown("joined")
 
 
 @pytest.fixture(params=["mailbox"])
@@ -55,13 +89,13 @@ async def _all_is_right(client: ts.Client) -> None:
 @pytest.mark.parametrize("fault", foreign.FAULTS)
 @pytest.mark.parametrize("method", METHODS)
 async def test_the_next_transport_moves_the_bytes(
-    faulty: Callable[[str, str], None], method: str, fault: str
+    addresses: dict[str, str], faulty: Callable[[str, str], None], method: str, fault: str
 ) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if method == "connect":  # which the client does as soon as there is a store
             faulty(method, fault)
-        async with running_store(prefer=["foreign"], block=OTHERS, **SMALL) as client:
+        async with joined(addresses["first"], prefer=["foreign"], block=OTHERS) as client:
             faulty(method, fault)
             await asyncio.wait_for(_all_is_right(client), 20)
             assert method == "connect" or foreign.state["failed"] == 1
@@ -72,15 +106,14 @@ async def test_the_next_transport_moves_the_bytes(
 @pytest.mark.parametrize("fault", ["OSError", "CancelledError", "StoreTimeoutError"])
 @pytest.mark.parametrize("method", METHODS)
 async def test_without_another_one_there_is_a_typed_error(
-    faulty: Callable[[str, str], None], method: str, fault: str
+    addresses: dict[str, str], faulty: Callable[[str, str], None], method: str, fault: str
 ) -> None:
     """And the memory is given back."""
-    strategy = ts.SingletonStrategy(transport="foreign")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         if method == "connect":
             faulty(method, fault)
-        async with running_store(strategy=strategy, **SMALL) as client:
+        async with joined(addresses["only"]) as client:
             if method == "read":
                 await client.put_batch(VALUES)
             faulty(method, fault)
