@@ -6,23 +6,25 @@ import asyncio
 import contextlib
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from tests.processes import fork
 from tests.support import until
 
 import torchstore_core as ts
 from torchstore_core.contracts.strategy import Strategy
+from torchstore_core.plugins.registry import Registry
 from torchstore_core.plugins.strategy_data import encode_strategy
+from torchstore_core.server.memory.volume import Volume
+from torchstore_core.server.remote.attached import VolumeConnection
 from torchstore_core.server.server import Server, ServerOptions
 
 __all__ = ["LARGE", "MB", "VOLUMES", "Store", "connected", "data", "lost", "repaired", "store_of"]
@@ -34,22 +36,18 @@ REPAIRED_S = 60.0
 VOLUMES = 3
 MB = 1 << 20
 
-# A volume in a process of its own, until its server is gone.
-VOLUME = """
-import asyncio, sys
-from torchstore_core.plugins.registry import Registry
-from torchstore_core.server.remote.attached import VolumeConnection
-from torchstore_core.server.memory.volume import Volume
 
-async def main(path, index, directory, capacity):
-    ended = asyncio.Event()
-    volume = Volume("lossy", int(index), int(capacity), Registry(), directory)
-    await VolumeConnection.open(path, volume, await volume.start(), ended.set, 30)
-    await ended.wait()
-    await volume.close()
+def _volume(path: str, index: int, directory: str, capacity: int) -> None:
+    """A volume in a process of its own, until its server is gone."""
 
-asyncio.run(main(*sys.argv[1:]))
-"""
+    async def main() -> None:
+        ended = asyncio.Event()
+        volume = Volume("lossy", index, capacity, Registry(), directory)
+        await VolumeConnection.open(path, volume, await volume.start(), ended.set, 30)
+        await ended.wait()
+        await volume.close()
+
+    asyncio.run(main())
 
 
 class Store:
@@ -77,7 +75,7 @@ class Store:
         )
         self.address = ""
         self._ready = threading.Event()
-        self._volumes: list[subprocess.Popen[bytes]] = []
+        self._volumes: list[BaseProcess] = []
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
         self._thread.start()
         assert self._ready.wait(30)
@@ -90,7 +88,7 @@ class Store:
             address = await self._server.start()
             path = address.partition(":")[2]
             self._volumes = [
-                subprocess.Popen([sys.executable, "-c", VOLUME, path, str(i), directory, str(size)])
+                fork(_volume, path, i, directory, size, files={}, environment=os.environ)
                 for i, (directory, size) in enumerate(
                     zip(self._sockets, self._capacities, strict=True)
                 )
@@ -104,8 +102,8 @@ class Store:
             self._ready.set()
 
     def kill(self, index: int) -> None:
-        self._volumes[index].send_signal(signal.SIGKILL)
-        self._volumes[index].wait()
+        self._volumes[index].kill()
+        self._volumes[index].join()
 
     def hide(self, index: int) -> None:
         """Nobody who has no link to the volume can make one. It lives on."""
@@ -115,7 +113,7 @@ class Store:
         """The processes that copy for the store."""
         found: list[psutil.Process] = []
         for volume in self._volumes:
-            if volume.poll() is None:
+            if volume.exitcode is None:
                 for child in psutil.Process(volume.pid).children():
                     with contextlib.suppress(psutil.Error):
                         if COPIER in child.cmdline():
@@ -134,7 +132,7 @@ class Store:
         """The bytes of memory of living volumes that were ever written to, in whole pages."""
         nbytes = 0
         for volume in self._volumes:
-            if volume.poll() is None:
+            if volume.exitcode is None:
                 for link in Path(f"/proc/{volume.pid}/fd").iterdir():
                     with contextlib.suppress(FileNotFoundError):  # others come and go
                         if "memfd:torchstore:lossy-" in os.readlink(link):
@@ -146,11 +144,9 @@ class Store:
             self._loop.call_soon_threadsafe(self._server.stop_soon)
             self._thread.join(20)
         for volume in self._volumes:
-            try:
-                volume.wait(10)
-            except subprocess.TimeoutExpired:
-                volume.kill()
-                volume.wait()
+            volume.join(10)
+            volume.kill()
+            volume.join()
         for directory in self._sockets:
             shutil.rmtree(directory, ignore_errors=True)
         assert not self._thread.is_alive()

@@ -84,7 +84,7 @@ async def _store(_of_the_module: None) -> AsyncIterator[None]:
     """The store is empty, and a call waits all the time: without one, a small call is answered
     before anybody can cancel it.
     """
-    await settled(Account(1, 0))
+    await settled(Account(1, 0), 20)  # of the test before, if something is left
     before = await status_of("Wait")
     other = asyncio.ensure_future(ts.wait("bystander"))
     await until(lambda: _another_wait(before))

@@ -58,7 +58,7 @@ def _store(_of_the_module: None) -> None:
 
     async def emptied() -> None:
         await ts.delete_batch(await ts.keys())
-        await settled(Account(1, 0))
+        await settled(Account(1, 0), 20)  # of the test before, if something is left
 
     asyncio.run(emptied())
 
