@@ -61,6 +61,36 @@ async def _disk_is_free() -> bool:
     return (await ts.status()).spill.disk_bytes == 0
 
 
+async def test_objects_without_a_key_leave_too(spilling):
+    refs = [await ts.put_object(value(at), when_full="spillable") for at in range(12)]
+    assert (await ts.status()).spill.spilled >= 8
+    for at, ref in enumerate(refs):
+        assert torch.equal(await ts.get(ref), value(at)), at
+    del refs, ref
+    await until(lambda: _disk_is_free())
+    assert (await ts.status()).volumes[0].used_bytes == 0
+    with pytest.raises(ts.ConfigurationError, match="not evicted"):
+        await ts.put_object(1, when_full="evictable")
+
+
+async def test_objects_without_a_key_do_what_their_store_does(runtime, tmp_path):
+    async with running_store(
+        runtime, capacity=16 * MB, spill=tmp_path / "spill", when_full="spillable"
+    ):
+        refs = [await ts.put_object(value(at)) for at in range(6)]
+        pinned = [await ts.put_object(value(at), when_full="pinned") for at in range(3)]
+        with pytest.raises(ts.StoreFullError):
+            await ts.put_object(value(9, 8 * MB), when_full="pinned", timeout=10)
+        for at, ref in enumerate([*refs, *pinned]):
+            assert torch.equal(await ts.get(ref), value(at % 6)), at
+        del refs, pinned, ref
+    async with running_store(runtime, capacity=16 * MB, when_full="evictable"):
+        refs = [await ts.put_object(value(at)) for at in range(4)]
+        with pytest.raises(ts.StoreFullError):  # what is referred to is there
+            await ts.put_object(value(4), timeout=10)
+        del refs
+
+
 async def test_odd_sizes_and_dtypes_come_back_bit_for_bit(spilling):
     values = {
         "bf16": torch.randn(333_333).bfloat16(),

@@ -547,13 +547,15 @@ async def put(
 async def put_object(
     value: Any,
     *,
+    when_full: str | None = None,
     store_name: str = DEFAULT_NAME,
     timeout: float | None = None,
     allow_pickle: bool | None = None,
 ) -> HeldRef:
     """See :meth:`Client.put_object`; raises the same."""
-    made = _client(store_name)
-    return await made.put_object(value, timeout=timeout, allow_pickle=allow_pickle)
+    return await _client(store_name).put_object(
+        value, when_full=when_full, timeout=timeout, allow_pickle=allow_pickle
+    )
 
 
 async def put_batch(

@@ -131,7 +131,12 @@ class Client(VolumeOperations):
             )[0]
 
     async def put_object(
-        self, value: Any, *, timeout: float | None = None, allow_pickle: bool | None = None
+        self,
+        value: Any,
+        *,
+        when_full: str | None = None,
+        timeout: float | None = None,
+        allow_pickle: bool | None = None,
     ) -> HeldRef:
         """Store a value without a key; it lives as long as any process has a reference to it.
 
@@ -140,6 +145,9 @@ class Client(VolumeOperations):
         Args:
             value: a dense tensor of any shape, dtype and strides (CPU or CUDA; stored detached), or
                 any other Python object, as for ``put``.
+            when_full: ``"pinned"`` or ``"spillable"``, as for ``put``; None: what the store was
+                initialized with. (In a store whose values are ``"evictable"``, objects are pinned:
+                what is referred to is not evicted.)
             timeout: seconds.
             allow_pickle: False refuses objects that need pickle; None: the client's default.
 
@@ -152,10 +160,17 @@ class Client(VolumeOperations):
                 (DTensors, shards) or has entries (packed state dicts), which needs a key: put it,
                 and ``hold`` it.
             UnsafeObjectError: the value needs pickle, which is not allowed.
+            ConfigurationError: ``when_full`` is invalid, or the store has no place to spill to.
             TransportUnavailableError: no permitted transport reaches the volume.
             PluginError: the store's strategy names no volume.
         """
         with self._watch("put_object", timeout) as clock:
+            code = 0 if when_full is None else when_full_code(when_full)
+            if when_full == "evictable":
+                raise ConfigurationError(
+                    "an object without a key is there as long as it is referred to, so it is not "
+                    'evicted: when_full is "pinned" or "spillable"'
+                )
             pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
             if isinstance(value, TorchStoreStateDict):
                 raise UnsupportedValueError(
@@ -174,7 +189,7 @@ class Client(VolumeOperations):
             session, channel = here
             with HeldRef.beginning(session.holder) as ref:
                 held_as = ref.ident, caller()
-                number = await put_object(session, channel, sources[0], clock, held_as)
+                number = await put_object(session, channel, sources[0], clock, held_as, code)
                 return ref.refers(ObjectRef("", number, session.welcome.incarnation))
 
     async def put_batch(

@@ -249,17 +249,34 @@ class Controller:
             raise ProtocolError(f"put id {request.txn} was aborted before it began")
         if request.item.part is not None:
             raise ProtocolError("an object without a key has no parts")
+        when_full = self.spilling.choice(request.when_full)
+        if when_full == m.EVICTABLE:  # it is there only as long as it is held
+            when_full = m.PINNED
         number = self.holds.next_number()
         items = [msgspec.structs.replace(request.item, key=f"object {number:x}")]
         placed, inline, sizes = checked_items(items)
         values, granted = self._make(session, items, None, placed, inline, sizes)
         values[0].version = number
-        txn = Txn(values, granted, values, [], values, held_as=(request.hold, request.where))
+        held_as = request.hold, request.where
         if not sizes:
-            self.holds.publish(session, request.hold, values[0], request.where)
+            self._publish_object(session, values, held_as, when_full)
             return [number], None
+        txn = Txn(values, granted, values, [], values, when_full, held_as=held_as)
         self._begin(session, request.txn, txn)
         return [], grants_of(values)
+
+    def _publish_object(
+        self,
+        session: SessionRecord,
+        values: list[Value],
+        held_as: tuple[int, str],
+        when_full: int,
+    ) -> None:
+        """An object without a key is complete."""
+        ident, where = held_as
+        self.holds.publish(session, ident, values[0], where)
+        if when_full != m.PINNED and values[0].uses:  # its session may not want it any more
+            self.spilling.track(values, when_full)
 
     def _put_joined(
         self, session: SessionRecord, request: m.Put, items: Sequence[m.PutItem]
@@ -375,9 +392,8 @@ class Controller:
         if txn.held_as is None:
             versions = self._finish(txn)
         else:
-            value = txn.values[0]
-            self.holds.publish(session, txn.held_as[0], value, txn.held_as[1])
-            versions = [value.version]
+            self._publish_object(session, txn.values, txn.held_as, txn.when_full)
+            versions = [txn.values[0].version]
         if self.repairs.active:
             self.repairs.committed(txn)
         if self._prefault:

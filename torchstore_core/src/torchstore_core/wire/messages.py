@@ -183,6 +183,7 @@ class Rewind(Put, frozen=True, tag="rewind"):
 class PutObject(Message, frozen=True, tag="put-object"):
     """Begin to put a value without a key, which the session holds as ``hold`` from its commit on;
     see :mod:`.holds`. Replies as to a :class:`Put` of one item; the version is the object's number.
+    ``when_full``: as for a :class:`Put`; what is held is not evicted.
     """
 
     id: int
@@ -190,6 +191,7 @@ class PutObject(Message, frozen=True, tag="put-object"):
     item: PutItem
     hold: int
     where: str = ""
+    when_full: int = 0
 
 
 class Commit(Message, frozen=True, tag="commit"):

@@ -63,18 +63,25 @@ async def put_sources(
 
 
 async def put_object(
-    session: Session, channel: Channel, source: Source, clock: Clock, held_as: tuple[int, str]
+    session: Session,
+    channel: Channel,
+    source: Source,
+    clock: Clock,
+    held_as: tuple[int, str],
+    when_full: int = 0,
 ) -> int:
     """Put a value without a key; returns its number. ``held_as``: see ``messages.PutObject``."""
     if source.nbytes <= session.inline_max() or source.nbytes == 0:
         item = source.item(inline_bytes(source))
-        put = m.PutObject(channel.next_id(), session.next_id(), item, *held_as)
+        put = m.PutObject(channel.next_id(), session.next_id(), item, *held_as, when_full)
         reply = await _begin(session, channel, put, 1, m.Committed, clock)
         clock.phase("plan")
         if clock.measured is not None:
             clock.measured.moved(source.nbytes, "inline")
         return reply.versions[0]
-    with Putting(session, channel, [source], clock, 0, None, held_as=held_as) as putting:
+    with Putting(
+        session, channel, [source], clock, 0, None, when_full=when_full, held_as=held_as
+    ) as putting:
         await putting.begin()
         await putting.write()
         return (await putting.commit()).versions[0]
@@ -133,7 +140,8 @@ class Putting:
             version, group = self._version, self._group
             put = kind(number, self._txn, items, version, group, self._when_full, columns)
         else:
-            put = m.PutObject(self._channel.next_id(), self._txn, items[0], *self._held_as)
+            number = self._channel.next_id()
+            put = m.PutObject(number, self._txn, items[0], *self._held_as, self._when_full)
         count = self._entries
         granted = await _begin(self._session, self._channel, put, count, m.Granted, self.clock)
         self._grants = granted.grants

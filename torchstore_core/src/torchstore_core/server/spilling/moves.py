@@ -66,6 +66,7 @@ class Mover:
         self._repeating = False
         self._trimming = False
         self._paused_until = 0.0
+        self._is_full = False  # which is why it pauses
         self.trouble = ""
         self.written_bytes = self.read_bytes = 0
 
@@ -135,6 +136,7 @@ class Mover:
         if not found and values.oldest(State.DIRTY, wanted):
             full = human_bytes(self.file.capacity)
             self._pause(f"its capacity of {full} is used up (see spill_capacity=)")
+            self._is_full = True
 
     def _fits(self, tracked: Tracked, more: int = 0) -> bool:
         """Whether the file has room for a value, if ``more`` bytes are freed there."""
@@ -193,7 +195,7 @@ class Mover:
     def _pause(self, why: str) -> None:
         if why != self.trouble:
             log.warning("cannot spill to %s: %s", self.file.directory, why)
-        self.trouble = why
+        self.trouble, self._is_full = why, False
         self._paused_until = time.monotonic() + _PAUSE_S
 
     # ---- from disk ------------------------------------------------------------------------
@@ -303,6 +305,8 @@ class Mover:
         if tracked.extent is not None:
             if not self._repeating:
                 self.file.release(tracked.extent)
+                if self._is_full:  # there is room again
+                    self._is_full, self._paused_until = False, 0.0
             tracked.extent = None
 
     def trim(self) -> None:
