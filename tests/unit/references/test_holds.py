@@ -22,12 +22,18 @@ from hypothesis.stateful import (
 from tests.unit.server.test_controller import HERE, facts, inline, volumes
 
 from torchstore_core.contracts.strategy import Strategy
-from torchstore_core.errors import KeyNotFoundError, ProtocolError, VersionGoneError
+from torchstore_core.errors import (
+    KeyNotFoundError,
+    ProtocolError,
+    StoreFullError,
+    VersionGoneError,
+)
 from torchstore_core.plugins.registry import Registry
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.records import SessionRecord
 from torchstore_core.server.index.references import holds as holding
-from torchstore_core.server.index.references.holds import Holds
+from torchstore_core.server.index.references.holds import SHORT_GRACE_S, Holds
+from torchstore_core.server.spilling.delays import Delayed
 from torchstore_core.values import ObjectMeta
 from torchstore_core.wire import messages as m
 
@@ -381,6 +387,42 @@ def test_a_ticket_that_nobody_claims_ends_after_the_grace(store: Store):
     assert store.has(ref)
     store.clock.advance(2)
     assert not store.has(ref)
+
+
+def test_what_has_arrived_is_kept_for_less_time_when_memory_is_full(store: Store):
+    """What is in flight, or that others hold, or that has a key, is not what ends earlier."""
+    sender, receiver = store.session(), store.session()
+    size = 300 << 10  # of a mebibyte
+
+    def send(hold: int, ref: Ref, *, received: bool) -> None:
+        store.holds.lend(sender, hold, 70 + hold)
+        store.holds.unhold(sender, [hold])
+        if received:
+            store.claim(receiver, hold, 70 + hold, ref)
+
+    arrived = store.put_object(sender, 1, bytes(size))
+    in_flight = store.put_object(sender, 2, bytes(size))
+    held = store.put_object(sender, 3, bytes(size))
+    send(1, arrived, received=True)
+    send(2, in_flight, received=False)
+    send(3, held, received=True)
+    retried: list[Ref] = []
+    with pytest.raises(StoreFullError):
+        store.put_object(sender, 4, bytes(size))  # nothing ends soon
+    store.holds.unhold(receiver, [1])
+    with pytest.raises(Delayed) as delayed:
+        store.put_object(sender, 4, bytes(size))
+    delayed.value.then(lambda: retried.append(store.put_object(sender, 4, bytes(size))))
+    store.clock.advance(SHORT_GRACE_S - 0.1)
+    assert store.has(arrived)
+    store.clock.advance(0.2)
+    assert not store.has(arrived)
+    store.controller.spilling.room.retry()
+    assert [store.has(ref) for ref in (in_flight, held, *retried)] == [True, True, True]
+    with pytest.raises(StoreFullError):
+        store.put_object(sender, 5, bytes(size))
+    store.clock.advance(10 * GRACE_S)
+    assert store.has(in_flight)
 
 
 def test_what_a_dead_process_sent_last_counts(store: Store):

@@ -23,6 +23,7 @@ from torchstore_core.errors import (
 )
 from torchstore_core.machine.topology import Topology
 from torchstore_core.reports.bandwidths import DEFAULT_BANDWIDTH
+from torchstore_core.reports.units import human_bytes
 from torchstore_core.server.index.catalog import Catalog
 from torchstore_core.server.index.collective.puts import CollectivePut
 from torchstore_core.server.index.collective.unfinished import UnfinishedVersions
@@ -361,6 +362,13 @@ class Controller:
             if freed is None:
                 break
             self._free(freed)
+        if placed + inline <= most_bytes(self.strategy, self.volumes):
+            received = self.holds.hurry()
+            if received:
+                raise spilling.delayed(
+                    f"memory was full, and {human_bytes(received)} of it were kept for a moment, "
+                    "because references to them had just arrived in other processes"
+                )
         there = self.catalog.newest.values(), self.unfinished.waiting_bytes(), self.strategy, items
         asked, sessions = placed + inline, self._holders.values()
         error = full_error(asked, self.volumes, sessions, *there, held=self.holds.nbytes)
@@ -588,8 +596,8 @@ class Controller:
     def _free(self, values: Iterable[Value]) -> None:
         if self.spilling.active:
             values = self.spilling.forget(values)
-            if len(self.spilling.room):
-                self.spilling.retry_soon()
+        if len(self.spilling.room):
+            self.spilling.retry_soon()
         if self.repairs.active:
             values = self.repairs.freed(values)
         ranges: dict[int, tuple[list[int], list[int]]] = {}  # offsets and sizes, by volume

@@ -63,6 +63,7 @@ class RecordedHolds(Holds):
                 self._push(now + READ_REST_S, what)
         for number, ticket in self._tickets.items():
             if ticket.due is not None:
+                ticket.is_hurried = False
                 self._set_due(number, ticket, max(ticket.due, now + self._grace_s))
 
     # ---- requests -------------------------------------------------------------------------

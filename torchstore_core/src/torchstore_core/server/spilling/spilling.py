@@ -221,7 +221,7 @@ class Spilling:
 
     def _make_room(self, nbytes: int, keys: Collection[str] = ()) -> bool:
         if len(self.room) and not self.room.retrying:
-            raise self._delayed("others were waiting for room in memory before")
+            raise self.delayed("others were waiting for room in memory before")
         free = max((v.free for v in self._volumes if not v.lost), default=0)
         short = nbytes - free if nbytes > free else nbytes
         if clean := self.values.oldest(State.CLEAN, short):
@@ -237,7 +237,7 @@ class Spilling:
         if bytes_of[State.WRITING]:
             waiting = human_bytes(bytes_of[State.WRITING] + bytes_of[State.DIRTY])
             place = f"{waiting} were still to be written to {mover.file.directory!r}"
-            raise self._delayed(f"memory was full, and {place} to make room")
+            raise self.delayed(f"memory was full, and {place} to make room")
         unfinished = sum(v.unfinished for v in self._volumes)  # which may leave memory soon
         held = sum(bytes_of[state] for state in State if state is not State.ON_DISK)
         patient = not len(self.room) and not self.room.retrying
@@ -245,7 +245,7 @@ class Spilling:
         if held + unfinished >= short and patient:
             leased = human_bytes(sum(v.leased for v in self._volumes))
             rest = f" of it, unfinished puts {human_bytes(unfinished)}" if unfinished else " of it"
-            raise self._delayed(f"memory was full, and readers held {leased}{rest}")
+            raise self.delayed(f"memory was full, and readers held {leased}{rest}")
         return False
 
     def leaves_room(self, nbytes: int) -> bool:
@@ -268,7 +268,7 @@ class Spilling:
             return True
         mover.write(nbytes)
         if self.values.bytes_of[State.WRITING]:
-            raise self._delayed(f"memory was full, and so was {mover.file.directory!r}")
+            raise self.delayed(f"memory was full, and so was {mover.file.directory!r}")
         return False
 
     def _range_left(self, nbytes: int) -> int:
@@ -283,7 +283,8 @@ class Spilling:
             free += [(volume, at, tracked.nbytes) for volume, at in tracked.value.places]
         return _left_over(free, nbytes)
 
-    def _delayed(self, why: str) -> Delayed:
+    def delayed(self, why: str) -> Delayed:
+        """What a request raises that is to be retried when memory is freed."""
         return Delayed(why, self._add)
 
     def _add(self, retry: Callable[[], None]) -> None:

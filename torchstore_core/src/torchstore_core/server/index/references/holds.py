@@ -41,6 +41,8 @@ __all__ = ["DEFAULT_GRACE_S", "READ_REST_S", "Holds"]
 
 #: How long a reference in flight is kept after its sender has ended, and after it was received.
 DEFAULT_GRACE_S = 10.0
+#: How long it is kept after it was received when memory is full.
+SHORT_GRACE_S = 1.0
 #: A process that died may have sent tickets that have not been read yet: its holds end after this.
 READ_REST_S = 0.25
 # Claims that are remembered because they came before their tickets, which other sockets carry.
@@ -54,6 +56,7 @@ class Ticket(msgspec.Struct, eq=False):
     Args:
         holds: what it holds; of a fork by the ids of the parent's session, otherwise one.
         due: when it ends, as the clock has it; None: not before it is claimed, or its sender ends.
+        is_hurried: whether it ends earlier than otherwise, because memory is full.
     """
 
     holds: dict[int, Hold]
@@ -61,6 +64,7 @@ class Ticket(msgspec.Struct, eq=False):
     is_fork: bool = False
     claimed: bool = False
     due: float | None = None
+    is_hurried: bool = False
 
 
 class Holds:
@@ -279,7 +283,7 @@ class Holds:
 
     def _received(self, number: int, ticket: Ticket) -> None:
         """It may be received again, but nobody knows how often: from now on only for a while."""
-        ticket.claimed = True
+        ticket.claimed, ticket.is_hurried = True, False
         self._set_due(number, ticket, self._clock() + self._grace_s)
 
     def adopt(self, session: SessionRecord, number: int, pid: int = 0) -> None:
@@ -343,6 +347,32 @@ class Holds:
             ticket.sender.tickets.discard(number)
             for hold in ticket.holds.values():
                 self._end(hold.version)
+
+    def hurry(self) -> int:
+        """Memory is full: what only references keep that were received ends earlier than otherwise.
+        Returns the bytes of memory that this will free; what frees none stays.
+        """
+        numbers: dict[int, list[int]] = {}
+        versions: dict[int, HeldVersion] = {}
+        for number, ticket in self._tickets.items():
+            if ticket.claimed:
+                held = ticket.holds[0].version
+                versions[id(held)] = held
+                numbers.setdefault(id(held), []).append(number)
+        nbytes = 0
+        for which, held in versions.items():
+            if held.count > len(numbers[which]) or held.freed:
+                continue
+            if self._catalog.is_kept(held.key, held.version, held.timeline):
+                continue
+            nbytes += held.stored.nbytes
+            for number in numbers[which]:
+                ticket = self._tickets[number]
+                if ticket.due is not None and not ticket.is_hurried:
+                    ticket.is_hurried = True
+                    due = ticket.due - max(0.0, self._grace_s - SHORT_GRACE_S)
+                    self._set_due(number, ticket, due)
+        return nbytes
 
     # ---- time -----------------------------------------------------------------------------
 
