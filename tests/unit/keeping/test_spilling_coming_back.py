@@ -214,7 +214,8 @@ class World:
             self.turn(wait=True)
         self.controller.delete([*self.there, *self.cached], False, (self.session, 0))
         assert self.controller.volumes[0].used == 0
-        assert self.file.used == 0
+        while self.file.used:  # what was deleted while it was being written
+            self.turn(wait=True)
 
     def read_back(self, key: str) -> None:
         """Get a value. What is refused while the disk is full is tried again; if it still is, then

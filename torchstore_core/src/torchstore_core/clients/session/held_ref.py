@@ -44,7 +44,8 @@ class HeldRef:
     References can be pickled, encoded by msgspec (decode them with this class as the type), put
     into queues of ``multiprocessing``, and passed to actors. While one is on its way, it is held,
     too: until it was received or its sender has ended, and for a grace period after that. The
-    period is 10 s, or what ``TORCHSTORE_REF_GRACE`` says (in seconds) where the server is started.
+    period is 10 s, or what ``TORCHSTORE_REF_GRACE`` says (in seconds) where the server is started;
+    a put that finds no room waits until it is over for what was received, then a second is enough.
     The same bytes may be decoded several times, each within the grace period after the time before;
     later, only while another reference keeps the version alive. Bytes that nobody ever decodes hold
     the version until the process that has encoded them ends, or until ``free``.
