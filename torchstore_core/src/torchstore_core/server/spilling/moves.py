@@ -68,6 +68,7 @@ class Mover:
         self._paused_until = 0.0
         self._is_full = False  # which is why it pauses
         self.trouble = ""
+        self._troubles = 0
         self.written_bytes = self.read_bytes = 0
 
     def begin(
@@ -160,6 +161,7 @@ class Mover:
 
     def _submit(self, batch: list[Tracked]) -> None:
         places = [(t, *t.value.places[0], t.extent) for t in batch]
+        troubles = self._troubles
 
         def job() -> Callable[[], None]:
             done: list[_Written] = []
@@ -173,11 +175,12 @@ class Mover:
                     done.append((tracked, [], error))
                 else:
                     done.append((tracked, sums, None))
-            return functools.partial(self._written, done)
+            return functools.partial(self._written, done, troubles)
 
         self._writers.submit(job)
 
-    def _written(self, done: list[_Written]) -> None:
+    def _written(self, done: list[_Written], troubles: int) -> None:
+        """``troubles``: how often nothing could be written before these writes were begun."""
         for tracked, sums, error in done:
             if tracked.gone:
                 self._discard(tracked)
@@ -186,7 +189,8 @@ class Mover:
                 self._values.move(tracked, State.DIRTY, first=True)
                 self._pause(os.strerror(error.errno or errno.EIO))
             else:
-                self.trouble = ""
+                if troubles == self._troubles:  # what failed meanwhile says more: this found a gap
+                    self.trouble = ""
                 tracked.sums = sums
                 self.written_bytes += tracked.value.nbytes
                 self._values.move(tracked, State.CLEAN)
@@ -196,6 +200,7 @@ class Mover:
         if why != self.trouble:
             log.warning("cannot spill to %s: %s", self.file.directory, why)
         self.trouble, self._is_full = why, False
+        self._troubles += 1
         self._paused_until = time.monotonic() + _PAUSE_S
 
     # ---- from disk ------------------------------------------------------------------------

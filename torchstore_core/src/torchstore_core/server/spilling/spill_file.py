@@ -145,6 +145,13 @@ class SpillFile:
         """Bytes that are left."""
         return self._allocator.free_bytes
 
+    @property
+    def left(self) -> int:
+        """Bytes that can still be written, as far as is known: others may fill the disk, too."""
+        there, own = os.fstatvfs(self.fd), os.fstat(self.fd)
+        unused = max(0, own.st_blocks * 512 - self.used)  # which the file has already
+        return min(self.free, there.f_bavail * there.f_frsize + unused)
+
     def reserve(self, head: int, nbytes: int) -> Extent | None:
         """Reserve room for a value, in one place if there is one that is large enough; None if the
         capacity is used up.

@@ -259,10 +259,13 @@ class Spilling:
             Delayed: it is being tried whether the disk takes more now.
         """
         mover = self._mover
-        if mover is None or (mover.file.free >= self._capacity and not mover.trouble):
+        if mover is None:
+            return True
+        left = 0 if mover.trouble else mover.file.left
+        if left >= self._capacity:
             return True
         largest = self.values.largest_on_disk()
-        if mover.file.free >= 4 * largest and not mover.trouble:
+        if left >= 4 * largest and not mover.trouble:
             return True
         if self._range_left(nbytes) >= largest:
             return True
