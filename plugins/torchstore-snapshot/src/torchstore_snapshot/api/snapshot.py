@@ -279,13 +279,15 @@ class Snapshot:
         )
 
     def verify(self, *, progress: Progress = False) -> dict[str, SnapshotCorruptError]:
-        """Read every byte of the snapshot and compare all hashes.
+        """Read every byte of the snapshot and compare all hashes, also those of what other programs
+        read: the headers of its safetensors files, and the maps of weights beside them.
 
         Args:
             progress: as for :meth:`restore`.
 
         Returns:
-            The damaged objects: by ``"key/name"``, why; empty if the snapshot is whole.
+            What is damaged, and why: objects by ``"key/name"``, and by their names files of which
+            only the header or the map is; empty if the snapshot is whole.
 
         Raises:
             SnapshotNotFoundError, SnapshotFormatError, SnapshotCorruptError: it has no manifest

@@ -116,7 +116,9 @@ class ObjectReport(msgspec.Struct, frozen=True):
 
 
 class Damage(msgspec.Struct, frozen=True):
-    """A damaged object, and what is wrong with it."""
+    """A damaged object, and what is wrong with it. ``path`` is the name of the file if only its
+    header is damaged, or if it is a map of weights.
+    """
 
     path: str
     file: str

@@ -179,7 +179,10 @@ def _verified(page: _Page, report: reports.Verified) -> None:
     if report.ok:
         page.line(Text.assemble(("✓ ", "green"), f"whole: {read}"))
     else:
-        count = _count(len(report.damaged), "object")
+        files = sum(damage.path == damage.file for damage in report.damaged)
+        objects = len(report.damaged) - files
+        parts = [(objects, "object"), (files, "file")]
+        count = ", ".join(_count(number, what) for number, what in parts if number)
         page.line(Text.assemble(("✗ ", "red"), f"damaged: {count}; {read}"))
 
 

@@ -15,6 +15,7 @@ from torchstore_core import boxes
 from torchstore_core.clients.values.tensors import dtype_name, storable
 from torchstore_core.errors import LayoutMismatchError
 from torchstore_core.values import TensorSlice
+from torchstore_snapshot.format.file_headers import header_digest
 from torchstore_snapshot.format.hashes import BLOCK, Digest
 from torchstore_snapshot.format.manifest import DataFile, Entry, ObjectEntry, Piece, TensorEntry
 from torchstore_snapshot.taking.collecting import Item, LocalPiece
@@ -116,7 +117,8 @@ def results_of(
     rank: int,
 ) -> Iterator[WriteResult]:
     for file, hashes in zip(files, digests, strict=True):
-        described = DataFile(file.name, file.layout.nbytes, rank, block=BLOCK)
+        head = header_digest(file.layout.header)
+        described = DataFile(file.name, file.layout.nbytes, rank, block=BLOCK, header=head)
         columns = zip(file.units, file.layout.starts, hashes, strict=True)
         for unit, start, digest in columns:
             item = items[unit.item]

@@ -52,6 +52,7 @@ class DataFile(msgspec.Struct, frozen=True, omit_defaults=True):
         snapshot: empty if this snapshot wrote the file; otherwise the name of the folder beside
             this one, whose snapshot did.
         block: bytes of a block of the hashes of its pieces; see :mod:`.hashes`.
+        header: the hash of its header; empty if an earlier version of this package wrote it.
     """
 
     name: str
@@ -59,6 +60,7 @@ class DataFile(msgspec.Struct, frozen=True, omit_defaults=True):
     rank: int
     snapshot: str = ""
     block: int = BLOCK_OF_V1
+    header: str = ""
 
 
 class Piece(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -9,6 +9,7 @@ from torchstore_snapshot.format.manifest import Manifest, ObjectEntry, Piece
 from torchstore_snapshot.progress import Progress, metered
 from torchstore_snapshot.restoring.checking import check_ranges, whole_piece
 from torchstore_snapshot.restoring.files import Files
+from torchstore_snapshot.restoring.outsides import check_outsides
 from torchstore_snapshot.storage.base import Storage
 
 __all__ = ["all_pieces", "verify_all"]
@@ -31,7 +32,7 @@ def all_pieces(manifest: Manifest) -> Iterator[tuple[str, Piece]]:
 def verify_all(
     storage: Storage, manifest: Manifest, progress: Progress = False
 ) -> dict[str, SnapshotCorruptError]:
-    """Compare the hashes of all pieces. See ``Snapshot.verify``."""
+    """Compare the hashes of all pieces and headers, and the maps. See ``Snapshot.verify``."""
     damaged: dict[str, SnapshotCorruptError] = {}
     by_file: dict[int, list[tuple[str, Piece]]] = {}
     for path, piece in all_pieces(manifest):
@@ -55,4 +56,6 @@ def verify_all(
                         check_ranges(files, [whole_piece(path, piece)])
                     except SnapshotCorruptError as own:
                         damaged[path] = own
-    return damaged
+        known = {error.details["file"] for error in damaged.values() if error.key is None}
+        outside = check_outsides(storage, manifest, files)
+    return damaged | {name: error for name, error in outside.items() if name not in known}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from torchstore_snapshot.format.file_headers import header_digest
 from torchstore_snapshot.format.hashes import BLOCK, Digest
 from torchstore_snapshot.format.manifest import (
     DataFile,
@@ -53,7 +54,8 @@ def part_of(
     pieces: dict[int, list[Piece]] = {}
     described: list[DataFile] = []
     for index, (file, hashes) in enumerate(zip(files, digests, strict=True)):
-        described.append(DataFile(file.name, file.layout.nbytes, rank, block=BLOCK))
+        head = header_digest(file.layout.header)
+        described.append(DataFile(file.name, file.layout.nbytes, rank, block=BLOCK, header=head))
         columns = zip(file.units, file.layout.starts, hashes, strict=True)
         for unit, start, digest in columns:
             item = items[unit.item]
