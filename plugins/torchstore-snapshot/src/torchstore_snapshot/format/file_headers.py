@@ -17,7 +17,6 @@ import msgspec
 from torchstore_snapshot.format.hashes import digest_of
 from torchstore_snapshot.format.manifest import (
     Manifest,
-    ObjectEntry,
     Piece,
     TensorEntry,
 )
@@ -93,7 +92,7 @@ def expected_in(manifest: Manifest) -> dict[int, list[Expected]]:
                             spans = zip(piece.slice.offsets, shape, strict=True)
                             suffix = "[" + ",".join(f"{at}:{at + n}" for at, n in spans) + "]"
                         add(piece, [base + suffix for base in bases], entry.dtype, tuple(shape))
-                elif isinstance(entry, ObjectEntry) and entry.piece is not None:
+                elif entry.piece is not None:
                     piece, names = entry.piece, [f"{base}[object]" for base in bases]
                     add(piece, names, "uint8", (piece.nbytes,))
     return {index: [*mine.values()] for index, mine in found.items()}
@@ -129,9 +128,10 @@ def contradiction(header: bytes, nbytes: int, expected: Collection[Expected]) ->
             return f"has no tensor of {each.nbytes} bytes at {each.start} by its header"
         if not each.names:
             continue
-        name = _one_of(here, each.names, described)
-        if name is None:
+        found = _one_of(here, each.names, described)
+        if found is None:
             return f"has {here[0]!r} where {each.names[0]!r} was written"
+        name = found
         tensor = described[name]
         kind = DTYPES.get(each.dtype or "")
         plain = tensor.dtype == "U8" and tensor.shape == (each.nbytes,)
