@@ -6,7 +6,7 @@ import asyncio
 import copy
 import gc
 import pickle
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import msgspec
 import pytest
@@ -66,6 +66,46 @@ async def test_what_has_arrived_elsewhere_makes_room(runtime: str):
             del ref
             assert (await small.get(arrived))[0] == at
             del arrived
+
+
+@pytest.mark.local_only
+async def test_values_keep_what_the_references_in_them_refer_to(
+    runtime: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TORCHSTORE_REF_GRACE", "0.3")
+    async with running_store(runtime, capacity=64 * BIG, store_name="outer") as outer:
+
+        async def made(at: int) -> ts.HeldRef:
+            return await outer.put_object(torch.full((BIG,), float(at)))
+
+        async def left() -> int:
+            return sum(volume.used_bytes for volume in (await outer.status()).volumes)
+
+        async def read(found: ts.HeldRef) -> float:
+            return float((await outer.get(found))[0])
+
+        for at in range(12):  # more than there is room for, if each of them stayed
+            await outer.put("latest", {"step": at, "ref": await made(at)})
+        packed = await outer.put_object([await made(20), Message(await made(21), 1)])
+        entries = {"w": torch.ones(3), "refs": [await made(22)]}
+        await outer.put_state_dict(entries, "state")
+        del entries
+        await until(lambda: _is(left, 4))
+        assert [state.state for one in await outer.refs() for state in one.holders].count(
+            "in a value"
+        ) == 4
+        assert await read((await outer.get("latest"))["ref"]) == 11
+        first, second = await outer.get(packed)
+        assert [await read(first), await read(second.ref)] == [20, 21]
+        assert await read((await outer.get_state_dict("state"))["refs"][0]) == 22
+        del first, second, packed
+        await outer.delete_batch(["latest", "state"])
+        await until(lambda: _is(left, 0))
+
+
+async def _is(left: Callable[[], Awaitable[int]], count: int) -> bool:
+    gc.collect()
+    return (await left()) // (4 * BIG) == count
 
 
 async def test_a_held_version_outlives_its_key(shared: ts.Client):

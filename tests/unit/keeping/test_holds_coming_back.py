@@ -16,6 +16,7 @@ from torchstore_core.server.keeping import log as logs
 from torchstore_core.server.keeping.log import Log
 from torchstore_core.server.keeping.recorded import RecordedController
 from torchstore_core.server.memory.volume_record import VolumeRecord
+from torchstore_core.wire import messages as m
 
 
 class RecordedStore(Store):
@@ -111,5 +112,30 @@ def test_every_attribute_of_a_hold_is_in_the_state() -> None:
         assert (hold.version.key, hold.version.version) == ref
         assert hold.version.count == 2
         assert store.put_object(session, 8, b"next")[1] == ref[1] + 1
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_what_is_in_a_value_is_known_again(anew: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = RecordedStore()
+    monkeypatch.setattr(moments, "monotonic", store.clock.time)
+    monkeypatch.setattr(logs, "_monotonic", store.clock.time)
+    try:
+        sender = store.session()
+        inner = store.put_object(sender, 1, b"inner")
+        store.holds.lend(sender, 1, 77)
+        version = store.put_value(sender, "key", b"outer")
+        store.holds.contain(sender, m.Contain([77], *version, timeline=0))
+        store.holds.unhold(sender, [1])
+        store.lose_the_controller(anew=anew)
+        store.controller.close_session(store.controller.sessions[sender.token])
+        store.clock.advance(10 * GRACE_S)
+        assert store.has(inner)
+        store.lose_the_controller(anew=anew)
+        store.controller.delete(["key"], True)
+        store.clock.advance(10 * GRACE_S)
+        assert not store.has(inner)
+        assert store.used == 0
     finally:
         store.close()

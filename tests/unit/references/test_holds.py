@@ -102,6 +102,12 @@ class Store:
         versions, _ = self.controller.put(session, put)
         return key, versions[0]
 
+    def put_value(self, session: SessionRecord, key: str, data: bytes) -> Ref:
+        """Put an object that may have references in it."""
+        item = m.PutItem(key, OBJECT, len(data), data)
+        versions, _ = self.controller.put(session, m.Put(self.next_id(), self.next_id(), [item]))
+        return key, versions[0]
+
     def put_object(self, session: SessionRecord, hold: int, data: bytes) -> Ref:
         item = m.PutItem("", OBJECT, len(data), data)
         put = m.PutObject(self.next_id(), self.next_id(), item, hold)
@@ -386,6 +392,65 @@ def test_a_ticket_that_nobody_claims_ends_after_the_grace(store: Store):
     store.clock.advance(GRACE_S - 1)
     assert store.has(ref)
     store.clock.advance(2)
+    assert not store.has(ref)
+
+
+def test_what_is_in_a_value_lasts_as_long_as_that(store: Store):
+    sender, receiver = store.session(), store.session()
+    inner = store.put_object(sender, 1, b"inner")
+    store.holds.lend(sender, 1, 77)
+    outer = store.put_object(sender, 2, b"outer")
+    store.holds.contain(sender, m.Contain([77, 78], *outer, timeline=0))
+    version = store.put_value(sender, "key", b"outer, too")
+    store.holds.contain(sender, m.Contain([77], *version, timeline=0))
+    store.holds.hold(receiver, m.Hold(store.next_id(), 9, "", outer[1]))
+    store.controller.close_session(sender)
+    store.clock.advance(10 * GRACE_S)
+    assert store.has(inner)
+    store.claim(receiver, 5, 77, inner)  # it may be received at any time, and again
+    store.holds.unhold(receiver, [5])
+    store.clock.advance(10 * GRACE_S)
+    assert store.has(inner)
+    store.holds.unhold(receiver, [9])
+    assert not store.has(outer)
+    store.clock.advance(10 * GRACE_S)
+    assert store.has(inner)  # the key has it
+    store.controller.delete(["key"], True)
+    store.clock.advance(GRACE_S - 1)
+    assert store.has(inner)  # somebody may just have read it
+    store.clock.advance(2)
+    assert not store.has(inner)
+    assert store.used == 0
+    assert not store.holds.containers
+
+
+def test_what_is_put_into_a_version_that_is_gone_is_in_flight(store: Store):
+    sender = store.session()
+    inner = store.put_object(sender, 1, b"inner")
+    store.holds.lend(sender, 1, 77)
+    store.holds.unhold(sender, [1])
+    gone = store.put_value(sender, "key", b"outer")
+    store.put(sender, "key", b"newer")
+    store.holds.contain(sender, m.Contain([77], *gone, timeline=0))
+    store.clock.advance(10 * GRACE_S)
+    assert store.has(inner)
+    store.controller.close_session(sender)
+    store.clock.advance(GRACE_S + 1)
+    assert not store.has(inner)
+
+
+def test_what_was_freed_is_held_anew_by_who_claims_it_late(store: Store):
+    """A key still has the version; it does not matter whether a ticket is left of it."""
+    sender, receiver = store.session(), store.session()
+    ref = store.put(sender, "key", b"value")
+    store.hold(sender, 1, "key")
+    store.holds.lend(sender, 1, 77)
+    store.claim(receiver, 5, 77, ref)
+    store.holds.free([(*ref, 0)])
+    store.claim(receiver, 6, 77, ref)
+    store.controller.delete(["key"], True)
+    assert store.has(ref)
+    store.holds.unhold(receiver, [5, 6])
     assert not store.has(ref)
 
 

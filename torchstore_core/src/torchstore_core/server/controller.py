@@ -594,6 +594,9 @@ class Controller:
     # ---- memory ---------------------------------------------------------------------------
 
     def _free(self, values: Iterable[Value]) -> None:
+        if self.holds.containers:
+            values = list(values)
+            self.holds.containers_gone(values)
         if self.spilling.active:
             values = self.spilling.forget(values)
         if len(self.spilling.room):

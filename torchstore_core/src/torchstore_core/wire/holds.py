@@ -11,7 +11,7 @@ from __future__ import annotations
 from torchstore_core.reports.refs import RefReport
 from torchstore_core.wire.facts import Message
 
-__all__ = ["Adopt", "Claim", "Free", "Hold", "Lend", "LendAll", "Refs", "RefsReply"]
+__all__ = ["Adopt", "Claim", "Contain", "Free", "Hold", "Lend", "LendAll", "Refs", "RefsReply"]
 __all__ += ["Unhold", "WaitAny"]
 
 
@@ -72,6 +72,17 @@ class Claim(Message, frozen=True, tag="claim"):
     version: int
     timeline: int
     where: str = ""
+
+
+class Contain(Message, frozen=True, tag="contain"):
+    """References were encoded as part of a version that was put: from now on these tickets are in
+    flight as long as that version is there, and nothing else ends them.
+    """
+
+    tickets: list[int]
+    key: str
+    version: int
+    timeline: int = -1
 
 
 class Free(Message, frozen=True, tag="free"):

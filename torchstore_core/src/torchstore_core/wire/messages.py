@@ -40,6 +40,7 @@ from torchstore_core.wire.facts import Message as Message
 from torchstore_core.wire.facts import VolumeInfo as VolumeInfo
 from torchstore_core.wire.holds import Adopt as Adopt
 from torchstore_core.wire.holds import Claim as Claim
+from torchstore_core.wire.holds import Contain as Contain
 from torchstore_core.wire.holds import Free as Free
 from torchstore_core.wire.holds import Hold as Hold
 from torchstore_core.wire.holds import Lend as Lend
@@ -469,6 +470,7 @@ Request = (
     | PutObject
     | Hold
     | Unhold
+    | Contain
     | Lend
     | LendAll
     | Adopt

@@ -7,6 +7,8 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,7 +16,7 @@ from torchstore_core.clients.session.holder import Holder, StorePlace, holder_of
 from torchstore_core.errors import StoreClosedError, StoreTimeoutError, TorchStoreError
 from torchstore_core.values import ObjectRef
 
-__all__ = ["TRACE", "HeldRef", "caller", "claim_waiting"]
+__all__ = ["TRACE", "HeldRef", "Lent", "caller", "claim_waiting", "contained", "lending"]
 
 #: The environment variable that has every reference remember the line that made it.
 TRACE = "TORCHSTORE_TRACE_REFS"
@@ -49,6 +51,9 @@ class HeldRef:
     The same bytes may be decoded several times, each within the grace period after the time before;
     later, only while another reference keeps the version alive. Bytes that nobody ever decodes hold
     the version until the process that has encoded them ends, or until ``free``.
+
+    A value that is put with references in it (an object, or an entry of a state dict) keeps what
+    they refer to as long as it is there itself.
 
     A receiver on the host of the sender holds a reference from the moment when it is decoded. On
     another host, it has to have joined the store; otherwise it holds it from its first call on.
@@ -150,7 +155,12 @@ class HeldRef:
         # Without a holder, it is being decoded, or could not claim what it is yet: then it is
         # passed on as it came.
         holder = getattr(self, "_holder", None)
-        return self._ticket if holder is None else holder.lend(self._ident)
+        if holder is None:
+            return self._ticket
+        ticket = holder.lend(self._ident)
+        if ticket and _encoding.lent is not None:
+            _encoding.lent.append((holder, ticket))
+        return ticket
 
     @property
     def store(self) -> StorePlace:
@@ -260,6 +270,39 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
     )
+
+
+# ---- references in values -----------------------------------------------------------------
+
+#: A reference that was encoded: who holds it, and the ticket.
+Lent = tuple[Holder, int]
+
+
+class _Encoding(threading.local):
+    lent: list[Lent] | None = None
+
+
+_encoding = _Encoding()
+
+
+@contextmanager
+def lending() -> Iterator[list[Lent]]:
+    """What this thread lends within the block: the references in a value that it encodes."""
+    before, _encoding.lent = _encoding.lent, []
+    try:
+        yield _encoding.lent
+    finally:
+        _encoding.lent = before
+
+
+def contained(lent: Iterable[Lent], ref: ObjectRef) -> None:
+    """These references are part of a version that was put, which keeps them from now on."""
+    tickets: dict[Holder, list[int]] = {}
+    for holder, ticket in lent:
+        if holder.place.incarnation == ref.incarnation:
+            tickets.setdefault(holder, []).append(ticket)
+    for holder, numbers in tickets.items():
+        holder.contain(numbers, ref)
 
 
 # ---- which line made it -------------------------------------------------------------------

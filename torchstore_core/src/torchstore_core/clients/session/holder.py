@@ -156,6 +156,11 @@ class Holder:
         self._send_now()
         return ticket
 
+    def contain(self, tickets: list[int], ref: ObjectRef) -> None:
+        """A version was put of which references are part that were lent to these tickets."""
+        self._outbox.append(m.Contain(tickets, ref.key, ref.version, ref.timeline))
+        self._send_now()
+
     def _send_now(self) -> None:
         # A server that is stopped is waited for once, not for each reference of a large message.
         self.flush(0.0 if self._is_stuck else _PATIENCE_S)

@@ -11,6 +11,7 @@ import msgspec
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.calls.incarnations import refs_of
 from torchstore_core.clients.session.channel import QUICK_ENTRIES, Channel
+from torchstore_core.clients.session.held_ref import Lent, contained
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.transfer import executor
 from torchstore_core.clients.transfer.columns.batches import ColumnsPut
@@ -55,11 +56,34 @@ async def put_sources(
         clock.phase("plan")
         if clock.measured is not None:
             clock.measured.moved(nbytes, "inline")
+        _contained(session, _lent(sources), reply, group)
         return reply
     with Putting(session, channel, sources, clock, version, group, rewind, when_full) as putting:
         await putting.begin()
         await putting.write()
         return await putting.commit()
+
+
+# The references in a value, where that is among the values of a put, and its key.
+_LentAt = list[tuple[int, str, tuple[Lent, ...]]]
+
+
+def _lent(sources: Sequence[Source] | TensorColumns) -> _LentAt:
+    """The references that were encoded in these values."""
+    if type(sources) is TensorColumns:
+        return []
+    return [(at, one.key, one.lent) for at, one in enumerate(sources) if one.lent]
+
+
+def _contained(
+    session: Session, every: _LentAt, reply: m.Committed, group: m.Publication | None
+) -> None:
+    """The values were put: they keep the references that are in them."""
+    for at, key, lent in every:
+        at, key = (at, key) if group is None else (0, group.key)
+        timeline = reply.timelines[at] if type(reply) is m.CommittedIn else 0
+        ref = ObjectRef(key, reply.versions[at], session.welcome.incarnation, timeline)
+        contained(lent, ref)
 
 
 async def put_object(
@@ -78,13 +102,16 @@ async def put_object(
         clock.phase("plan")
         if clock.measured is not None:
             clock.measured.moved(source.nbytes, "inline")
+        contained(source.lent, ObjectRef("", reply.versions[0], session.welcome.incarnation))
         return reply.versions[0]
     with Putting(
         session, channel, [source], clock, 0, None, when_full=when_full, held_as=held_as
     ) as putting:
         await putting.begin()
         await putting.write()
-        return (await putting.commit()).versions[0]
+        number = (await putting.commit()).versions[0]
+        contained(source.lent, ObjectRef("", number, session.welcome.incarnation))
+        return number
 
 
 class Putting:
@@ -106,6 +133,7 @@ class Putting:
         self._channel = channel
         self._sources = sources
         self._entries = len(sources)
+        self._lent = _lent(sources) if held_as is None else []
         self.clock = clock
         self._version = version
         self._group = group
@@ -179,6 +207,7 @@ class Putting:
         done = await self._channel.call(commit, m.Committed, self.clock.left(), quick=quick)
         self._done = True
         self.clock.phase("commit")
+        _contained(self._session, self._lent, done, self._group)
         return done
 
     def refs(self, keys: Sequence[str], reply: m.Committed) -> list[ObjectRef]:

@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from torchstore_core.clients.calls.arguments import check_key
+from torchstore_core.clients.session.held_ref import Lent, lending
 from torchstore_core.clients.values.codec import NoValue, encode_object
 from torchstore_core.clients.values.plain import MANY, look
 from torchstore_core.clients.values.sharding import LocalPart, is_sharded, local_parts
@@ -36,7 +37,8 @@ class Source(msgspec.Struct, frozen=True, gc=False):
     ``meta`` describes the whole tensor in its stored dtype; ``tensor`` is the ``part`` of it that
     is put here. ``nbytes`` is the number of bytes that are stored. ``cast`` is the stored dtype if
     it differs from the dtype of ``tensor``. ``plain`` means that the tensor is plain (see
-    ``values.plain``) and is the user's own object. For the other fields see ``messages.PutItem``.
+    ``values.plain``) and is the user's own object. ``lent`` are the references that an object has
+    in it. For the other fields see ``messages.PutItem``.
     """
 
     key: str
@@ -49,6 +51,7 @@ class Source(msgspec.Struct, frozen=True, gc=False):
     same_as: int = -1
     cast: torch.dtype | None = None
     plain: bool = False
+    lent: tuple[Lent, ...] = ()
 
     def item(self, data: bytes | None) -> m.PutItem:
         """The description that is sent to the server."""
@@ -100,8 +103,9 @@ def prepare(
         return [Source(key, meta, nbytes, tensor, None, cast=dtype)]
     if isinstance(value, NoValue):
         raise UnsupportedValueError(f"{key!r}: {value._refusal}", key=key)
-    codec, data = encode_object(key, value, allow_pickle=allow_pickle)
-    return [Source(key, codec, len(data), None, data)]
+    with lending() as lent:
+        codec, data = encode_object(key, value, allow_pickle=allow_pickle)
+    return [Source(key, codec, len(data), None, data, lent=tuple(lent))]
 
 
 def prepare_tensor(key: str, value: torch.Tensor, path: bytes = b"") -> Source:

@@ -53,6 +53,7 @@ _decode = msgspec.msgpack.Decoder(
     | m.Hold
     | m.Unhold
     | m.Free
+    | m.Contain
     | m.Lend
     | m.LendAll
     | m.Claim

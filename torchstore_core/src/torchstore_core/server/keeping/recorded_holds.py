@@ -15,7 +15,16 @@ from torchstore_core.wire import messages as m
 __all__ = ["HOLDS", "RecordedHolds"]
 
 #: The attributes of holds that are state, besides the catalog's ``held``.
-HOLDS = ("_tickets", "_early", "_dying", "_adopting", "_deadlines", "_counter", "_number")
+HOLDS = (
+    "_tickets",
+    "containers",
+    "_early",
+    "_dying",
+    "_adopting",
+    "_deadlines",
+    "_counter",
+    "_number",
+)
 
 
 class RecordedHolds(Holds):
@@ -97,6 +106,10 @@ class RecordedHolds(Holds):
         self._record(session.serial, request)
         super().claim(session, request)
 
+    def contain(self, session: SessionRecord, request: m.Contain) -> None:
+        self._record(session.serial, request)
+        super().contain(session, request)
+
     def adopt(self, session: SessionRecord, number: int, pid: int = 0) -> None:
         self._record(session.serial, m.Adopt(number, pid))
         super().adopt(session, number, pid)
@@ -121,4 +134,6 @@ class RecordedHolds(Holds):
                 return super().lend_all(session, request.ticket)
             case m.Claim():
                 return super().claim(session, request)
+            case m.Contain():
+                return super().contain(session, request)
         return super().adopt(session, request.ticket, request.pid)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["GRACE", "HOLD_REQUESTS", "answer_holds", "grace_s", "is_holder"]
 
 #: The requests that :func:`answer_holds` answers.
-HOLD_REQUESTS = (m.Hold, m.Unhold, m.Lend, m.LendAll, m.Adopt, m.Claim, m.Free, m.Refs)
+HOLD_REQUESTS = (m.Hold, m.Unhold, m.Lend, m.LendAll, m.Adopt, m.Claim, m.Contain)
+HOLD_REQUESTS += (m.Free, m.Refs)
 
 #: The environment variable that sets the grace of references in flight, in seconds.
 GRACE = "TORCHSTORE_REF_GRACE"
@@ -71,6 +72,8 @@ def answer_holds(
             holds.adopt(session, request.ticket, request.pid)
         case m.Claim():
             holds.claim(session, request)
+        case m.Contain():
+            holds.contain(session, request)
         case m.Free():
             return m.Deleted(request.id, holds.free(request.refs, (session, request.txn)))
         case m.Refs():

@@ -57,6 +57,8 @@ class Ticket(msgspec.Struct, eq=False):
         holds: what it holds; of a fork by the ids of the parent's session, otherwise one.
         due: when it ends, as the clock has it; None: not before it is claimed, or its sender ends.
         is_hurried: whether it ends earlier than otherwise, because memory is full.
+        inside: how many values there are that were put with the reference in them. It does not end
+            before they do.
     """
 
     holds: dict[int, Hold]
@@ -65,6 +67,7 @@ class Ticket(msgspec.Struct, eq=False):
     claimed: bool = False
     due: float | None = None
     is_hurried: bool = False
+    inside: int = 0
 
 
 class Holds:
@@ -93,6 +96,8 @@ class Holds:
         self._grace_s = grace_s
         self._clock = clock
         self._tickets: dict[int, Ticket] = {}
+        #: The tickets of the references that were put as part of values.
+        self.containers: dict[Value, list[int]] = {}
         self._early: dict[int, SessionRecord | None] = {}
         #: What children have sent that wait for what their parents lend to them.
         self._adopting: dict[SessionRecord, list[tuple[str, Any]]] = {}
@@ -187,7 +192,7 @@ class Holds:
         now = self._clock()
         for number in session.tickets:
             ticket = self._tickets[number]
-            if ticket.due is None:
+            if ticket.due is None and not ticket.inside:
                 self._set_due(number, ticket, now + self._grace_s)
         for hold in holds:
             self._end(hold.version)
@@ -268,8 +273,9 @@ class Holds:
             elif not ticket.is_fork:
                 self._received(request.ticket, ticket)
             return
-        if ticket is not None and not ticket.is_fork:
-            held = ticket.holds[0].version
+        sent = None if ticket is None or ticket.is_fork else ticket.holds[0].version
+        if ticket is not None and sent is not None and not sent.freed:
+            held = sent
             held.count += 1
             self._received(request.ticket, ticket)
         else:
@@ -277,14 +283,46 @@ class Holds:
                 held = self._find(request.key, request.version, request.timeline)
             except (KeyNotFoundError, VersionGoneError):
                 return
-            self._remember_early(request.ticket, None)
+            if sent is None:
+                self._remember_early(request.ticket, None)
         self._begin(session, request.hold, held, request.where)
         self._end(held)
 
     def _received(self, number: int, ticket: Ticket) -> None:
         """It may be received again, but nobody knows how often: from now on only for a while."""
         ticket.claimed, ticket.is_hurried = True, False
-        self._set_due(number, ticket, self._clock() + self._grace_s)
+        if not ticket.inside:
+            self._set_due(number, ticket, self._clock() + self._grace_s)
+
+    def contain(self, session: SessionRecord, request: m.Contain) -> None:
+        """References in flight are part of a version: it keeps them as long as it is there. If it
+        is gone already, or not complete yet, they stay what they are.
+        """
+        if self._waits(session, "contain", request):
+            return
+        tickets = [one for number in request.tickets if (one := self._tickets.get(number))]
+        try:
+            held = self._find(request.key, request.version, request.timeline)
+        except (KeyNotFoundError, VersionGoneError):
+            return
+        numbers = [number for number in request.tickets if number in self._tickets]
+        for value in all_values(held.stored):
+            if isinstance(value.meta, ObjectMeta):
+                self.containers.setdefault(value, []).extend(numbers)
+                for ticket in tickets:
+                    ticket.inside += 1
+                    ticket.due = None
+        self._end(held)
+
+    def containers_gone(self, values: Iterable[Value]) -> None:
+        """Values are freed. Whoever has read one just now may still claim what was in it."""
+        for value in values:
+            for number in self.containers.pop(value, ()):
+                ticket = self._tickets.get(number)
+                if ticket is not None:
+                    ticket.inside -= 1
+                    if not ticket.inside:
+                        self._received(number, ticket)
 
     def adopt(self, session: SessionRecord, number: int, pid: int = 0) -> None:
         """A forked child takes over what its parent has lent to it (0: nothing), or says that it is
@@ -319,6 +357,8 @@ class Holds:
                     Holds.lend_all(self, session, sent)
                 case "claim":
                     Holds.claim(self, session, sent)
+                case "contain":
+                    Holds.contain(self, session, sent)
         if session.closed is not None:
             self.session_ended(session)
 
@@ -355,7 +395,7 @@ class Holds:
         numbers: dict[int, list[int]] = {}
         versions: dict[int, HeldVersion] = {}
         for number, ticket in self._tickets.items():
-            if ticket.claimed:
+            if ticket.claimed and not ticket.inside:
                 held = ticket.holds[0].version
                 versions[id(held)] = held
                 numbers.setdefault(id(held), []).append(number)
@@ -426,6 +466,8 @@ class Holds:
                 holders.setdefault(id(hold.version), []).append(_holder(session, hold, state))
         for ticket in self._tickets.values():
             state = "received" if ticket.claimed else "in flight"
+            if ticket.inside:
+                state = "in a value"
             for hold in ticket.holds.values():
                 there = holders.setdefault(id(hold.version), [])
                 there.append(_holder(ticket.sender, hold, state))
