@@ -154,7 +154,7 @@ class HeldRef:
     def _lend(self) -> int:
         # Without a holder, it is being decoded, or could not claim what it is yet: then it is
         # passed on as it came.
-        holder = getattr(self, "_holder", None)
+        holder: Holder | None = getattr(self, "_holder", None)
         if holder is None:
             return self._ticket
         ticket = holder.lend(self._ident)

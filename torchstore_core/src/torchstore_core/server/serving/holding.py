@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 __all__ = ["GRACE", "HOLD_REQUESTS", "answer_holds", "grace_s", "is_holder"]
 
 #: The requests that :func:`answer_holds` answers.
-HOLD_REQUESTS = (m.Hold, m.Unhold, m.Lend, m.LendAll, m.Adopt, m.Claim, m.Contain)
-HOLD_REQUESTS += (m.Free, m.Refs)
+HOLD_REQUESTS = (
+    *(m.Hold, m.Unhold, m.Lend, m.LendAll, m.Adopt, m.Claim, m.Contain),
+    *(m.Free, m.Refs),
+)
 
 #: The environment variable that sets the grace of references in flight, in seconds.
 GRACE = "TORCHSTORE_REF_GRACE"
