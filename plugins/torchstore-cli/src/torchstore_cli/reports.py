@@ -75,6 +75,7 @@ class StatusReport(msgspec.Struct, frozen=True):
     incarnation: int
     spill: m.SpillStatus
     repair: m.RepairStatus
+    log_bytes: int
 
 
 class RefsReport(msgspec.Struct, frozen=True):

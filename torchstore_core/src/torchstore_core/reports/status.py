@@ -131,6 +131,7 @@ class StatusReport(msgspec.Struct, frozen=True):
         pending_bytes: the committed bytes of all unfinished versions.
         spill: what has left memory because it was full.
         repair: values that lack copies, or are on a volume that is drained.
+        log_bytes: the memory of the log of a store with a keeper, besides that of its volumes.
     """
 
     store_name: str
@@ -149,6 +150,7 @@ class StatusReport(msgspec.Struct, frozen=True):
     incarnation: int = 0
     spill: SpillStatus = SpillStatus()
     repair: RepairStatus = RepairStatus()
+    log_bytes: int = 0
 
     def __str__(self) -> str:
         """Describe the store's keys, sessions and volumes, and any problems."""
@@ -171,6 +173,8 @@ class StatusReport(msgspec.Struct, frozen=True):
             lines.append(f"and {count_text(len(living) - MOST_SHOWN, 'volume')} more")
         if spill := str(self.spill):
             lines.append(spill)
+        if self.log_bytes:
+            lines.append(f"the log that the keeper has takes {human_bytes(self.log_bytes)}")
         if repair := str(self.repair):
             lines.append(f"repair: {repair}")
         lines += [f"volume {v.id} is lost: {v.lost}" for v in self.volumes if v.lost]

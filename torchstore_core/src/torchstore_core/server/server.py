@@ -596,8 +596,8 @@ class Server:
         total = sum(self.controller.operations.values())
         self._rate = (total - count) / max(now - then, 1e-9)
         self._rate_sample = (now, total)
-        if self._compaction is not None and self._compaction.is_due:
-            self._compaction.begin()
+        if self._compaction is not None:
+            self._compaction.look()
         self.controller.trim(self.options.trim_after, self._keep)
         self._loop.call_later(1.0, self._sample_rate)
 
@@ -630,4 +630,5 @@ class Server:
             incarnation=controller.incarnation,
             spill=controller.spilling.status(),
             repair=controller.repairs.status(),
+            log_bytes=0 if self._compaction is None else self._compaction.memory_nbytes,
         )

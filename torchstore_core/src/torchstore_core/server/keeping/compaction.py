@@ -8,6 +8,7 @@ fork, which takes as long as copying the page tables of the server.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import os
@@ -25,6 +26,10 @@ log = logging.getLogger(__name__)
 # second to repeat. Writing a large state takes longer, and is worth more.
 _BYTES = 8 << 20
 _STATES = 8
+# That is looked at from time to time. So much more is too much memory to wait for it.
+_AT_ONCE = 24 << 20
+# A server that has recorded no more since the last look has no use for memory to write to.
+_IDLE = 1 << 20
 _FIRST_OTHER_FD = 3
 
 
@@ -46,12 +51,51 @@ class Compaction:
         # Of the state that the log begins with, and of what had come behind it when one failed.
         self._state_bytes, self._in_vain = controller.state_nbytes, 0
         self._spare: Log | None = None
+        self._seen = 0
+        self._closed = False
+        self._expect_more()
 
     @property
     def is_due(self) -> bool:
         """Whether the log has become long."""
-        behind = self._controller.log.nbytes - self._state_bytes
-        return behind - self._in_vain > _BYTES + self._state_bytes // _STATES
+        return self._behind > self._most
+
+    @property
+    def _behind(self) -> int:
+        return self._controller.log.nbytes - self._state_bytes - self._in_vain
+
+    @property
+    def _most(self) -> int:
+        return _BYTES + self._state_bytes // _STATES
+
+    @property
+    def memory_nbytes(self) -> int:
+        """How much memory the logs have, in bytes."""
+        logs = (self._controller.log, self._new, self._spare)
+        return sum(log.memory_nbytes for log in logs if log is not None)
+
+    def _expect_more(self) -> None:
+        """Look again when so much has come that the next look would be late."""
+        log = self._controller.log
+        log.limit = log.end - self._behind + self._most + _AT_ONCE
+        log.when_long = self._soon
+
+    def _soon(self) -> None:
+        # The request that was recorded is executed first: the state must include it.
+        asyncio.get_running_loop().call_soon(self.begin)
+
+    def look(self) -> None:
+        """Begin if it is due, or give back memory that is not needed. From time to time, on the
+        running event loop.
+        """
+        end = self._controller.log.end
+        recorded, self._seen = end - self._seen, end
+        if self.is_due:
+            self.begin()
+        elif self._spare is not None and 0 <= recorded < _IDLE:
+            self._spare.close()
+            self._spare = None
+            self._controller.log.give_back()
 
     @property
     def is_running(self) -> bool:
@@ -60,7 +104,7 @@ class Compaction:
 
     def begin(self) -> None:
         """Have a child write the state, unless one does already. On the running event loop."""
-        if self._new is not None:
+        if self._new is not None or self._closed:
             return
         # Two logs take turns: writing to memory for the first time would cost a put most.
         new, self._spare = self._spare or Log(), None
@@ -70,6 +114,7 @@ class Compaction:
         except OSError as error:
             log.warning("the log stays as long as it is: %s", error)
             self._spare = new
+            self._failed()
             return
         if not child:
             self._write(new)  # which does not return
@@ -100,7 +145,7 @@ class Compaction:
             return
         if status:
             new.close()
-            self._in_vain = self._controller.log.nbytes - self._state_bytes
+            self._failed()
             return
         new.refresh()
         self._state_bytes = new.nbytes
@@ -109,11 +154,24 @@ class Compaction:
         self._keep(new.fd)
         self._controller.log = new
         self._in_vain = 0
-        old.clear()
+        old.clear(self._most + _AT_ONCE + self._state_bytes)
         self._spare = old
+        self._go_on()
+
+    def _failed(self) -> None:
+        self._in_vain = self._controller.log.nbytes - self._state_bytes
+        self._expect_more()
+
+    def _go_on(self) -> None:
+        """With what has been recorded meanwhile, which may be too much already."""
+        self._expect_more()
+        log = self._controller.log
+        if log.end > log.limit:
+            self.begin()
 
     def close(self) -> None:
         """The server ends; a child that is still writing does so in vain."""
+        self._closed = True
         if self._watch is not None:
             self._watch.close()
             self._watch = None

@@ -11,11 +11,13 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from torchstore_core.errors import StoreClosedError, StoreFullError
+from torchstore_core.machine.virtual_memory import punch_hole
 from torchstore_core.server.memory.segment import open_memory
 
 __all__ = ["Log", "Record", "Records"]
@@ -28,7 +30,6 @@ _AT = _RECORD.size
 _monotonic = time.monotonic
 _FIRST = 1 << 20
 _LARGEST_STEP = 256 << 20
-_SPARE = 4
 _MAGIC_WORD, _END_WORD = 0, 1
 
 
@@ -104,6 +105,8 @@ class Log:
 
     Attributes:
         fd: of its memory.
+        limit: where it may end before it is long; nothing happens to what is appended then.
+        when_long: called when a record has gone beyond the limit, which then is none any more.
 
     Raises:
         StoreClosedError: ``fd`` is no log of this version.
@@ -111,6 +114,8 @@ class Log:
 
     def __init__(self, fd: int | None = None) -> None:
         self.fd = open_memory("log", _FIRST) if fd is None else fd
+        self.limit = sys.maxsize
+        self.when_long: Callable[[], None] = lambda: None
         self._map(os.fstat(self.fd).st_size)
         if fd is None:
             self._words[_MAGIC_WORD] = _MAGIC
@@ -143,18 +148,24 @@ class Log:
             self._map(size)
         self._end = self._words[_END_WORD]
 
-    def clear(self) -> None:
-        """Forget all records. The memory stays, so that writing to it again is cheap; unless it is
-        far more than they took.
+    @property
+    def memory_nbytes(self) -> int:
+        """How much memory it has, as far as that has been written to."""
+        return os.fstat(self.fd).st_blocks * 512
+
+    def clear(self, spare: int = 0) -> None:
+        """Forget all records. So many bytes of the memory stay: it costs less to write to them
+        again.
         """
-        if self._size > _SPARE * self.nbytes + _LARGEST_STEP:
-            self._words.release()
-            self._memory.close()
-            os.ftruncate(self.fd, 0)
-            os.ftruncate(self.fd, _FIRST)
-            self._map(_FIRST)
-            self._words[_MAGIC_WORD] = _MAGIC
         self._words[_END_WORD] = self._end = _HEAD
+        self.limit, self.when_long = sys.maxsize, lambda: None
+        self.give_back(spare)
+
+    def give_back(self, spare: int = 0) -> None:
+        """Give the system the memory that has no records, except for so many bytes."""
+        begin = (self._end + spare + mmap.PAGESIZE - 1) & -mmap.PAGESIZE
+        if begin < self._size:
+            punch_hole(self.fd, begin, self._size - begin)
 
     def append_from(self, other: Log, start: int) -> None:
         """Append the records of another log from a position on."""
@@ -176,6 +187,9 @@ class Log:
             self._grow(self._end + _AT + len(body))
             end = _append(self._memory, kind, session, _monotonic(), body)
         self._end = end
+        if end > self.limit:
+            self.limit = sys.maxsize
+            self.when_long()
 
     def __iter__(self) -> Iterator[Record]:
         """All records, from the first."""

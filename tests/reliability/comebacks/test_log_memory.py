@@ -1,0 +1,40 @@
+"""What the log of a store with a keeper takes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from tests.support import running_store
+
+import torchstore_core as ts
+
+MIB = 1 << 20
+
+
+async def log_bytes() -> int:
+    return (await ts.status()).log_bytes
+
+
+async def test_the_log_is_as_long_as_what_is_there_not_as_what_was_put() -> None:
+    """It is written anew while values come, and gives back its memory when none come."""
+    async with running_store(keeper=True, timeout=30, capacity=64 * MIB):
+        put = most = 0
+        while put < 400 * MIB:
+            for _ in range(700):
+                await ts.put("k", bytes(60_000))
+            put += 700 * 60_000
+            most = max(most, await log_bytes())
+        assert most < put // 2
+        begun = time.monotonic()
+        while (left := await log_bytes()) > 12 * MIB:
+            assert time.monotonic() - begun < 20, left
+            await asyncio.sleep(0.05)
+        assert "the log that the keeper has takes " in str(await ts.status())
+        assert await ts.get("k") == bytes(60_000)
+
+
+async def test_a_store_without_a_keeper_has_no_log() -> None:
+    async with running_store(timeout=30, capacity=MIB):
+        assert await log_bytes() == 0
+        assert "keeper" not in str(await ts.status())
