@@ -23,9 +23,13 @@ import socket
 import sys
 import time
 
-# How often a server may die, and in how many seconds once more, before it is given up.
+# How often a server may die before clients can connect, and in how many seconds once more, before
+# it is given up. A death after that counts less, so little that a server that is killed again
+# whenever it has come up, which takes it an eighth of a second at best, is never given up: all that
+# it has would be lost.
 _MOST_DEATHS = 30.0
 _SECONDS_A_DEATH = 0.5
+_DEATH_WHEN_READY = 0.25
 # How long a server may take to end when it is told to.
 _END_S = 2.0
 _LARGEST = 1 << 16
@@ -77,7 +81,8 @@ class Keeper:
             if status == 0 or self._stopping or not (self._lives > 1 or self._ready):
                 return 0 if self._stopping else status
             now = time.monotonic()
-            deaths = max(0.0, deaths - (now - then) / _SECONDS_A_DEATH) + 1
+            deaths = max(0.0, deaths - (now - then) / _SECONDS_A_DEATH)
+            deaths += _DEATH_WHEN_READY if self._ready else 1.0
             then = now
             if deaths >= _MOST_DEATHS:
                 _say(f"the server {_ended(status)}, as too often before; it is not started again")
