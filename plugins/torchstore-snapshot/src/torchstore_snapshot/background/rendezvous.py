@@ -1,8 +1,9 @@
 """How the writer processes of several ranks commit together: through files of the snapshot.
 
 Each rank publishes what it has written as a *part*; rank 0 waits for all parts, commits, and says
-so in place of each part, which the rank then removes. A rank that fails publishes that instead. No
-network between the processes is needed, and none of them takes part in the program's collectives.
+so in place of each part, which the rank then removes. A rank that fails publishes that instead, or
+an empty file if there is no room for more. No network between the processes is needed, and none of
+them takes part in the program's collectives.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torchstore_snapshot.taking.take import TakeOptions, commit
 __all__ = ["commit_together", "rank_0_was_late", "report_failure"]
 
 _LATE = "timeout"
+_NO_ROOM = "the storage had no room to say why; the disk may be full"
 
 _PAUSE_S = 0.02
 _PAUSE_MAX_S = 1.0
@@ -51,8 +53,18 @@ _reports = msgspec.json.Decoder(_Report)
 
 
 def report_failure(storage: Storage, take: str, rank: int, error: str) -> None:
-    """Tell the other ranks that this one failed. Raises OSError if the storage fails, too."""
-    _publish(storage, take, _Report(rank, error=error))
+    """Tell the other ranks that this one failed, also if there is no room to say why: an empty file
+    says that much, and takes no space.
+
+    Raises:
+        OSError: the storage fails for another reason.
+    """
+    try:
+        _publish(storage, take, _Report(rank, error=error))
+    except ConnectionError:
+        raise  # to ask a server that cannot be reached once more would only take longer
+    except OSError:
+        storage.publish(part_file(take, rank), b"", take=take, overwrite=True, durable=False)
 
 
 def rank_0_was_late(error: BaseException) -> bool:
@@ -214,9 +226,10 @@ class _Waiting:
             RankFailedError: the rank has failed.
         """
         try:
-            report = _reports.decode(self._storage.read(part_file(self._take, rank)))
+            data = self._storage.read(part_file(self._take, rank))
         except FileNotFoundError:
             return None
+        report = _reports.decode(data) if data else _Report(rank, error=_NO_ROOM)
         if report.part is None and not report.committed:
             raise RankFailedError(
                 f"given up, because rank {rank} failed: {report.error}",
