@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
+
 from tests.transports.pairs.alone import check_an_end_that_is_alone
 from tests.transports.pairs.pair_tests import PairTests
 
@@ -16,3 +20,57 @@ class TestGloo(PairTests):
 def test_an_end_whose_peer_has_gone_gives_up_in_time() -> None:
     """gloo itself waits five times as long as it was told."""
     check_an_end_that_is_alone(make)
+
+
+_DIES_AT_EXIT = """
+    import atexit, os, socket, sys, threading, time
+
+    def lose_the_connection():
+        # The last moment before the interpreter ends, which goes on without giving way to a thread.
+        sys.setswitchinterval(100)
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            if fd > 2 and os.path.exists(f"/proc/self/fd/{fd}"):
+                if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                    socket.socket(fileno=fd).shutdown(socket.SHUT_RDWR)
+        until = time.monotonic() + 0.3
+        while time.monotonic() < until:
+            pass
+
+    atexit.register(lose_the_connection)
+
+    import asyncio
+    import torch
+    from torchstore_gloo.pair import make
+    from torchstore_transports.pairs.connection import PairConnection
+    from torchstore_transports.pairs.rendezvous import Board, LocalStore
+    from torchstore_transports.pairs.threads import in_thread
+
+    async def main():
+        board, ends = Board(), {}
+
+        def meet(rank):
+            ends[rank] = PairConnection(make(LocalStore(board), rank, "127.0.0.1"))
+
+        await asyncio.gather(*(in_thread(lambda rank=rank: meet(rank)) for rank in (0, 1)))
+        into = torch.zeros(1 << 20, dtype=torch.uint8)
+        in_thread(lambda: ends[1].download([(into.data_ptr(), into.numel())]))
+        while not any(t.name == "torchstore-pair" for t in threading.enumerate()):
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.2)  # so that it waits inside of the library
+        return into, ends
+
+    kept = asyncio.run(main())
+    print("end", flush=True)
+    """
+
+
+def test_a_process_may_end_while_a_thread_waits_for_its_peer() -> None:
+    """A thread that returns from the library while the interpreter is ending would abort it."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(_DIES_AT_EXIT)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr

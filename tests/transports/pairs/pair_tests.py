@@ -21,6 +21,7 @@ from tests.support import SMALL, bits, halt, running_store, until
 import torchstore_core as ts
 from torchstore_core.contracts.transport import Copy
 from torchstore_transports.pairs.link import PairLink
+from torchstore_transports.pairs.pair import TIMEOUT_S
 
 MB = 1 << 20
 _SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (7,), (64, 3), (1000, 77), (3 * MB + 5,)]
@@ -259,6 +260,22 @@ class PairTests:
                 assert torch.equal(got, value)
                 await until(lambda: self._used_again(client), 30)
                 assert await self.half_pid(client) != half
+
+    async def test_a_half_that_dies_in_the_middle_of_a_message_is_noticed(self) -> None:
+        """At once, though a library may wait for the rest of the message as long as it may take."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            async with running_store(prefer=[self.name], capacity=_ROOM) as client:
+                await client.put("large", torch.full((_LARGE,), 3, dtype=torch.uint8))
+                half = await self.half_pid(client)
+                into = torch.zeros(_LARGE, dtype=torch.uint8)
+                getting = await self._stopped_in_a_read(client, half, into)
+                await until(lambda: _is_quiet(into), 20)
+                begun = time.monotonic()
+                os.kill(half, signal.SIGKILL)
+                await getting
+                assert time.monotonic() - begun < TIMEOUT_S / 2
+                assert int(into.sum(dtype=torch.int64)) == 3 * _LARGE
 
     async def test_a_pair_that_died_unnoticed_is_made_anew(self) -> None:
         async with self.store() as client:

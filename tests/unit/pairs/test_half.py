@@ -30,3 +30,20 @@ async def test_a_pair_belongs_to_the_client_that_asked_for_it() -> None:
     await half.handshake(b"one", p.encode(p.Stop(1)))
     assert served.given_up
     assert not half._served
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+async def test_a_batch_is_watched_until_it_ends_or_is_given_up(given_up: bool) -> None:
+    half, over = PairServer(), asyncio.get_running_loop().create_future()
+    served = half._served[1] = _Served(b"one", b"link", Board(), over)
+    batch = served._last = asyncio.get_running_loop().create_future()
+    watching = asyncio.ensure_future(half.handshake(b"one", p.encode(p.Watch(1))))
+    await asyncio.sleep(0)
+    assert not watching.done()
+    if given_up:
+        await half.handshake(b"one", p.encode(p.Stop(1)))
+        with pytest.raises(TransportError, match="given up"):
+            await asyncio.wait_for(watching, 5)
+    else:
+        batch.set_result(None)
+        assert await asyncio.wait_for(watching, 5) == b""

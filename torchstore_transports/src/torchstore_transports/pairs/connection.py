@@ -13,7 +13,8 @@ import torch
 from torchstore_core.errors import TransportError
 from torchstore_core.machine.copying import copy_pieces
 from torchstore_transports.pairs.batches import MESSAGE_MAX, Message, Run, groups, messages
-from torchstore_transports.pairs.pair import Pair, Wait, memory_at
+from torchstore_transports.pairs.pair import TIMEOUT_S, Pair, Wait, memory_at
+from torchstore_transports.pairs.threads import before_exit, in_library
 
 __all__ = ["PairConnection"]
 
@@ -33,7 +34,8 @@ class _Sent:
         """Wait until the message has been moved; libraries allow only one such wait."""
         wait, self._wait = self._wait, None
         if wait is not None:
-            wait()
+            with in_library(TIMEOUT_S):
+                wait()
 
 
 class _Received(_Sent):
@@ -61,6 +63,7 @@ class PairConnection:
         self._killed = False
         #: The number of messages that have been sent or received.
         self.moved = 0
+        before_exit(self.kill)
 
     # The client calls upload and download, the server half serve and take.
 

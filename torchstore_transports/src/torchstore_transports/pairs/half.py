@@ -47,7 +47,9 @@ class _Served:
         self.board = board
         self.making = making
         self.given_up = False
+        self._failed = ""
         self._last: asyncio.Future[None] | None = None
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def move(self, runs: Sequence[tuple[int, int]], *, into: bool) -> None:
         """Begin to move a batch.
@@ -71,13 +73,27 @@ class _Served:
                     connection.serve(runs)
             except TransportError as error:
                 log.info("a batch over a pair failed: %s", error)
+                self._failed = error.message
                 connection.kill()
 
         self._last = in_thread(work)
 
+    async def ended(self) -> None:
+        """Wait for the end of the batch that is under way, if there is one.
+
+        Raises:
+            TransportError: it failed, or the pair was given up meanwhile.
+        """
+        if self._last is not None:
+            await asyncio.wait([self._last, self._over], return_when=asyncio.FIRST_COMPLETED)
+        if self._failed or self.given_up:
+            raise TransportError(self._failed or "the pair was given up")
+
     async def give_up(self) -> None:
         """End the pair. When this returns, no byte of it reaches a segment any more."""
         self.given_up = True
+        if not self._over.done():
+            self._over.set_result(None)
         self.board.close()
         if not self.making.done():  # so no memory has been given to it yet
             self.making.add_done_callback(_kill)
@@ -143,6 +159,9 @@ class PairServer(TransportServer):
         if isinstance(asked, p.StoreCall):
             call, board = asked, served.board
             return await in_thread(lambda: board.call(call))
+        if isinstance(asked, p.Watch):
+            await served.ended()
+            return b""
         await served.move(self._checked(asked.extents), into=asked.into)
         return b""
 

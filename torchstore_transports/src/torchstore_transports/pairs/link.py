@@ -28,11 +28,12 @@ from torchstore_transports.pairs.protocol import (
     Hello,
     Stop,
     Transfer,
+    Watch,
     decode_welcome,
     encode,
 )
 from torchstore_transports.pairs.rendezvous import RemoteStore
-from torchstore_transports.pairs.threads import Turns, in_thread
+from torchstore_transports.pairs.threads import Turns, in_thread, retrieve
 
 __all__ = ["PairLink"]
 
@@ -43,15 +44,20 @@ _PART_BYTES = 1 << 30
 # How long a cancelled call may settle; it has to end within a second.
 _SETTLE_S = 0.6
 # An idle pair may have died unnoticed. A batch that fails within this time, over a pair that was
-# not new, is moved over a new pair.
+# not new, is moved over a new pair, unless the server half has begun it: if that has died only now,
+# another transport is there sooner than its new process.
 _STALE_S = 5.0
+# After this long, a link asks how the batch ends at the other end. Libraries do not always notice
+# that a peer has died in the middle of a message; the store does.
+_WATCH_AFTER_S = 0.05
 
 
 class PairLink(Link):
     """Announces each part of a batch in a handshake, and moves it over a pair at the same time.
 
     Batches of all event loops take turns. The pair is made when the link connects, and made anew
-    after it was lost. A cancelled call ends the pair, because nothing else interrupts it. Then
+    after it was lost. A batch that takes longer is watched at the server half, so that it fails as
+    soon as that has died. A cancelled call ends the pair, because nothing else interrupts it. Then
     the server half is asked to end its side, so that a cancelled write usually has a certain
     outcome, and later calls use a new pair.
 
@@ -67,6 +73,7 @@ class PairLink(Link):
         self._turns = Turns()
         self._connection: tuple[PairConnection, int] | None = None
         self._pairs = 0
+        self._stale = False  # the server half did not begin the batch that failed last
         self._closed = False
         self._pid = os.getpid()
 
@@ -117,7 +124,8 @@ class PairLink(Link):
         try:
             await self._attempt(part, into=into)
         except TransportError:
-            if fresh or self.unsettled or time.monotonic() - begun > _STALE_S:
+            late = time.monotonic() - begun > _STALE_S
+            if fresh or late or self.unsettled or not self._stale:
                 raise
             await self._attempt(part, into=into)
 
@@ -132,18 +140,40 @@ class PairLink(Link):
         asking = asyncio.ensure_future(self._handshake(encode(Transfer(pair, into, extents))))
         both: list[asyncio.Future[Any]] = [asking, moving]
         try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION, timeout=_WATCH_AFTER_S)
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if not (moving.done() or asking.cancelled() or asking.exception()):
+                await self._watch(pair, moving)
             await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
             for one in both:
                 if one.done():
                     one.result()
         except BaseException:
             self._connection = None
+            self._stale = not asking.done() or asking.cancelled() or bool(asking.exception())
             asking.cancel()
             await self._give_up(connection, pair, asking, into=into)
             raise
         finally:
             # Otherwise an error would keep these alive, and they the error.
             del moving, asking, both, connection
+
+    async def _watch(self, pair: int, moving: asyncio.Future[None]) -> None:
+        """Wait until a batch has ended here, or has ended well at the server half.
+
+        Raises:
+            TransportError: it has not ended well there, or the server half has died.
+            StoreClosedError: the store is gone, and the server half with it.
+        """
+        watching = asyncio.ensure_future(self._handshake(encode(Watch(pair))))
+        watching.add_done_callback(retrieve)
+        try:
+            await asyncio.wait([watching, moving], return_when=asyncio.FIRST_COMPLETED)
+            if not moving.done():
+                watching.result()
+        finally:
+            watching.cancel()
+            del watching, moving  # otherwise an error would keep these alive
 
     async def _give_up(
         self, connection: PairConnection, pair: int, asking: asyncio.Future[bytes], *, into: bool

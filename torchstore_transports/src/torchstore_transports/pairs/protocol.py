@@ -13,6 +13,7 @@ __all__ = [
     "Stop",
     "StoreCall",
     "Transfer",
+    "Watch",
     "Welcome",
     "decode",
     "decode_welcome",
@@ -20,7 +21,7 @@ __all__ = [
 ]
 
 #: Changes whenever halves of different versions would misunderstand each other.
-VERSION = 1
+VERSION = 2
 
 Extent = tuple[int, int, int]
 
@@ -89,7 +90,16 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag=3):
     pair: int
 
 
-Request = Hello | StoreCall | Transfer | Stop
+class Watch(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """The link wants to know how the batch that is under way over a pair ends at the other end. The
+    answer comes when it has ended there; it is an error if the batch, the pair or the process of
+    the server half did not live so long.
+    """
+
+    pair: int
+
+
+Request = Hello | StoreCall | Transfer | Stop | Watch
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Request).decode

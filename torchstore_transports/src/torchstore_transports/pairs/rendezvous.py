@@ -19,6 +19,7 @@ from typing import Any
 from torchstore_core.errors import TransportError
 from torchstore_transports.pairs.pair import TIMEOUT_S, Store
 from torchstore_transports.pairs.protocol import StoreCall, encode
+from torchstore_transports.pairs.threads import before_exit
 
 __all__ = ["Board", "LocalStore", "PairStore", "RemoteStore"]
 
@@ -157,6 +158,7 @@ class RemoteStore(PairStore):
         self._waiting: set[Future[bytes]] = set()
         self._tasks: set[asyncio.Future[bytes]] = set()
         self._closed = False
+        before_exit(self.close)
 
     def close(self) -> None:
         """Give up connecting: all calls raise, including those that wait."""

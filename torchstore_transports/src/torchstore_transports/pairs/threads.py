@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import os
 import threading
+import time
 import traceback
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import TypeVar
 
-__all__ = ["Turns", "in_thread"]
+__all__ = ["Turns", "before_exit", "in_library", "in_thread", "retrieve"]
 
 T = TypeVar("T")
+
+# At the end of the process: how long threads may take to end once nothing is left to wait for, and
+# how long the interpreter may take to end, during which none may return from a library.
+_EXIT_S, _ENDING_S = 1.0, 4.0
+# The threads that run, each with the time at which its wait inside of a library is over, if it is
+# in one; and what ends such waits.
+_running: dict[threading.Thread, float] = {}
+_enders: set[weakref.WeakMethod[Callable[[], None]]] = set()
 
 
 def in_thread(call: Callable[[], T]) -> asyncio.Future[T]:
@@ -24,13 +37,67 @@ def in_thread(call: Callable[[], T]) -> asyncio.Future[T]:
     result: Future[T] = Future()
     result.set_running_or_notify_cancel()
     waiting = asyncio.wrap_future(result)
-    waiting.add_done_callback(_retrieve)  # because nobody may wait for it any more
+    waiting.add_done_callback(retrieve)  # because nobody may wait for it any more
     run = threading.Thread(target=_run, args=(call, result), daemon=True, name="torchstore-pair")
     run.start()
     return waiting
 
 
+def before_exit(end: Callable[[], None]) -> None:
+    """Have a bound method called at the end of the process, if its object lives and any thread of
+    :func:`in_thread` still runs. It must end what such threads wait for.
+    """
+    _enders.add(weakref.WeakMethod(end, _enders.discard))
+
+
+@contextmanager
+def in_library(most_s: float) -> Iterator[None]:
+    """Mark that a thread is in a library, which returns after ``most_s`` seconds at the latest."""
+    thread = threading.current_thread()
+    if thread not in _running:
+        yield
+        return
+    _running[thread] = time.monotonic() + most_s
+    try:
+        yield
+    finally:
+        _running[thread] = 0.0
+
+
+def _end_all() -> None:
+    """Let threads end while the interpreter still lives.
+
+    One that returns from a library when the interpreter is ending can take no lock of it any more,
+    and is ended in the middle of C++ code, which ends the process with SIGABRT. A library may not
+    wake a thread whose message has arrived in part; that one is waited for only if it would return
+    at the wrong moment.
+    """
+    if not _running:
+        return
+    for end in [method() for method in list(_enders)]:
+        if end is not None:
+            end()
+    soon = time.monotonic() + _EXIT_S
+    for thread in list(_running):
+        thread.join(max(0.0, soon - time.monotonic()))
+    for thread, over in list(_running.items()):
+        left = over - time.monotonic()
+        if left < _ENDING_S:
+            thread.join(max(0.0, left) + _EXIT_S)
+
+
+def _in_child() -> None:
+    """In a forked child there are neither the threads nor what they wait for."""
+    _running.clear()
+    _enders.clear()
+
+
+atexit.register(_end_all)
+os.register_at_fork(after_in_child=_in_child)
+
+
 def _run(call: Callable[[], T], result: Future[T]) -> None:
+    _running[threading.current_thread()] = 0.0
     try:
         result.set_result(call())
     except BaseException as error:  # noqa: BLE001 - whoever awaits the future gets it
@@ -38,6 +105,7 @@ def _run(call: Callable[[], T], result: Future[T]) -> None:
         result.set_exception(error)
     finally:
         del call, result  # otherwise the error would keep them alive, and they the error
+        _running.pop(threading.current_thread(), None)
 
 
 def _forget_locals(error: BaseException) -> None:
@@ -48,7 +116,8 @@ def _forget_locals(error: BaseException) -> None:
         at = at.__cause__ or at.__context__
 
 
-def _retrieve(done: asyncio.Future[T]) -> None:
+def retrieve(done: asyncio.Future[T]) -> None:
+    """A callback of futures whose error nobody may be interested in."""
     if not done.cancelled():
         done.exception()
 
