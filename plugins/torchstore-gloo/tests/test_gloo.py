@@ -22,23 +22,31 @@ def test_an_end_whose_peer_has_gone_gives_up_in_time() -> None:
     check_an_end_that_is_alone(make)
 
 
-_DIES_AT_EXIT = """
-    import atexit, os, socket, sys, threading, time
+_ENDS = '''
+    import asyncio, functools, os, socket, sys, threading, time
 
-    def lose_the_connection():
-        # The last moment before the interpreter ends, which goes on without giving way to a thread.
-        sys.setswitchinterval(100)
-        for fd in map(int, os.listdir("/proc/self/fd")):
-            if fd > 2 and os.path.exists(f"/proc/self/fd/{fd}"):
-                if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
-                    socket.socket(fileno=fd).shutdown(socket.SHUT_RDWR)
-        until = time.monotonic() + 0.3
-        while time.monotonic() < until:
-            pass
+    class LosesTheConnection:
+        """When it is deleted, which is when the interpreter is already ending."""
 
-    atexit.register(lose_the_connection)
+        def __init__(self):
+            self.calls = []
+            for fd in map(int, os.listdir("/proc/self/fd")):
+                if os.path.exists(f"/proc/self/fd/{fd}"):
+                    if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                        one = socket.socket(fileno=fd)
+                        if not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                            self.calls.append(functools.partial(one.shutdown, socket.SHUT_RDWR))
+            # Functions, because modules are empty by then. One gives way to the thread.
+            self.calls.append(functools.partial(time.sleep, 0.5))
+            self.calls.append(functools.partial(os.write, 1, b"late"))
 
-    import asyncio
+        def __del__(self, OSError=OSError):
+            for call in self.calls:
+                try:
+                    call()
+                except OSError:  # it is not connected
+                    pass
+
     import torch
     from torchstore_gloo.pair import make
     from torchstore_transports.pairs.connection import PairConnection
@@ -59,18 +67,19 @@ _DIES_AT_EXIT = """
         await asyncio.sleep(0.2)  # so that it waits inside of the library
         return into, ends
 
-    kept = asyncio.run(main())
+    into, ends = asyncio.run(main())
+    sys.late = LosesTheConnection()
     print("end", flush=True)
-    """
+    '''
 
 
 def test_a_process_may_end_while_a_thread_waits_for_its_peer() -> None:
     """A thread that returns from the library while the interpreter is ending would abort it."""
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(_DIES_AT_EXIT)],
+        [sys.executable, "-c", textwrap.dedent(_ENDS)],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
-    assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "end\nlate"), done.stderr

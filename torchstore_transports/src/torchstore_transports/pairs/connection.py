@@ -63,7 +63,7 @@ class PairConnection:
         self._killed = False
         #: The number of messages that have been sent or received.
         self.moved = 0
-        before_exit(self.kill)
+        before_exit(self, PairConnection.kill)
 
     # The client calls upload and download, the server half serve and take.
 

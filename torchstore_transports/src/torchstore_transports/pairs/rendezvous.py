@@ -158,7 +158,7 @@ class RemoteStore(PairStore):
         self._waiting: set[Future[bytes]] = set()
         self._tasks: set[asyncio.Future[bytes]] = set()
         self._closed = False
-        before_exit(self.close)
+        before_exit(self, RemoteStore.close)
 
     def close(self) -> None:
         """Give up connecting: all calls raise, including those that wait."""

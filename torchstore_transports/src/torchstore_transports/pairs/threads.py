@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 __all__ = ["Turns", "before_exit", "in_library", "in_thread", "retrieve"]
 
@@ -25,7 +25,7 @@ _EXIT_S, _ENDING_S = 1.0, 4.0
 # The threads that run, each with the time at which its wait inside of a library is over, if it is
 # in one; and what ends such waits.
 _running: dict[threading.Thread, float] = {}
-_enders: set[weakref.WeakMethod[Callable[[], None]]] = set()
+_enders: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
 
 
 def in_thread(call: Callable[[], T]) -> asyncio.Future[T]:
@@ -43,11 +43,11 @@ def in_thread(call: Callable[[], T]) -> asyncio.Future[T]:
     return waiting
 
 
-def before_exit(end: Callable[[], None]) -> None:
-    """Have a bound method called at the end of the process, if its object lives and any thread of
+def before_exit(owner: T, end: Callable[[T], None]) -> None:
+    """Have ``end(owner)`` called at the end of the process, if ``owner`` lives and any thread of
     :func:`in_thread` still runs. It must end what such threads wait for.
     """
-    _enders.add(weakref.WeakMethod(end, _enders.discard))
+    _enders[owner] = end
 
 
 @contextmanager
@@ -74,9 +74,8 @@ def _end_all() -> None:
     """
     if not _running:
         return
-    for end in [method() for method in list(_enders)]:
-        if end is not None:
-            end()
+    for owner, end in list(_enders.items()):
+        end(owner)
     soon = time.monotonic() + _EXIT_S
     for thread in list(_running):
         thread.join(max(0.0, soon - time.monotonic()))
