@@ -7,6 +7,7 @@ transfer, to deregister memory or to remove a peer would stop none of them.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import time
@@ -77,7 +78,11 @@ async def test_a_cancelled_read_ends_within_a_second_and_reads_no_more(
 
 @pytest.mark.parametrize("write", [True, False])
 async def test_a_peer_that_is_stopped(write: bool, tmp_path: Path) -> None:
-    """A write says that it is unsettled, and disconnecting ends that; nothing is read any more."""
+    """A write says that it is unsettled, and disconnecting ends that; nothing is read any more, and
+    nobody hears of it again.
+    """
+    said: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, told: said.append(told["message"]))
     async with pair(tmp_path, _BIG, "tcp") as volume:
         volume.fill(7)
         link, mine = await volume.link(), Memory(_BIG, 1)
@@ -102,6 +107,8 @@ async def test_a_peer_that_is_stopped(write: bool, tmp_path: Path) -> None:
         again = await volume.link()
         await again.write([mine.copy()])
         assert volume.count(2) == _BIG
+    gc.collect()
+    assert not said
 
 
 @pytest.mark.parametrize("write", [True, False])

@@ -133,6 +133,15 @@ async def test_arguments_that_make_no_sense(arguments):
     assert server_children() == set()
 
 
+@pytest.mark.parametrize("bits", [50, 63])
+@pytest.mark.filterwarnings("ignore:a capacity of:RuntimeWarning")
+async def test_a_capacity_that_no_process_can_map(bits):
+    """Else the store would start, and no transport could reach it."""
+    with pytest.raises(ts.StoreFullError, match=f"{1 << bits} bytes of shared memory"):
+        await ts.initialize(**{**SMALL, "capacity": 1 << bits})
+    assert server_children() == set()
+
+
 async def test_a_mesh_that_the_runtime_does_not_take():
     """Else it would be left out without a word."""
     with pytest.raises(ts.ConfigurationError, match=r"'local' takes no mesh that is a list.*mesh="):

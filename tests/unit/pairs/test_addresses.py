@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torchstore_core.errors import ConfigurationError, TransportUnavailableError
-from torchstore_core.machine.networks import BIND, LOOPBACK, Network, namespace_id
+from torchstore_core.machine.networks import BIND, LOOPBACK, Network, common, namespace_id
 from torchstore_transports.pairs import protocol
 from torchstore_transports.pairs.addresses import addresses_here, meeting_addresses
 
@@ -24,6 +24,15 @@ def test_the_user_may_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     given = _hello(namespace_id(), Network("", "192.0.2.9", 32), bound=True)
     assert meeting_addresses(given) == ("192.0.2.1", "192.0.2.9")
     assert addresses_here() == ((Network("", "192.0.2.1", 32),), True)
+
+
+def test_the_loopback_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its addresses are no network that hosts have in common."""
+    monkeypatch.setenv(BIND, "lo")
+    here, bound = addresses_here()
+    assert bound
+    assert Network("lo", LOOPBACK, 32) in here
+    assert not common(here, here)
 
 
 def test_what_is_no_address_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

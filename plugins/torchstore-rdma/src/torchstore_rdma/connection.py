@@ -138,6 +138,7 @@ class Connection:
         self._engine.submit(job)
         try:
             waiting = asyncio.wrap_future(job.done)
+            waiting.add_done_callback(_retrieve)  # a call that is cancelled waits for it no more
             if quiet > _QUIET_S and not self._one_sided:
                 await asyncio.wait([waiting], timeout=_WAKE_S)
                 if not waiting.done():
@@ -201,6 +202,11 @@ class Connection:
         if handshake is None:
             raise TransportUnavailableError("there is no way to ask the volume")
         return await handshake(msgspec.msgpack.encode(request))
+
+
+def _retrieve(done: asyncio.Future[None]) -> None:
+    if not done.cancelled():
+        done.exception()
 
 
 async def _ended(future: Future[None], timeout: float) -> bool:

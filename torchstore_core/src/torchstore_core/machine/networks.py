@@ -111,8 +111,19 @@ def bound() -> tuple[Network, ...]:
     found: list[Network] = []
     for name in names:
         matching = [one for one in every if name in (one.interface, one.address)]
-        found += matching or [_literal(name)]
+        found += matching or _loopback(name) or [_literal(name)]
     return tuple(found)
+
+
+def _loopback(interface: str) -> list[Network]:
+    """Return the addresses of a loopback interface. Each is a network of its own, because every
+    host has the same ones.
+    """
+    return [
+        Network(name, str(address), address.max_prefixlen)
+        for name, flags, address, _ in _interface_addresses()
+        if name == interface and flags & _UP and address.is_loopback
+    ]
 
 
 def reachable() -> tuple[Network, ...]:

@@ -19,12 +19,14 @@ from torchstore_core.machine import topology
 from torchstore_core.plugins import calibration
 from torchstore_core.plugins.registry import Registry
 
-__all__ = ["measure_transports"]
+__all__ = ["fitted_latency", "measure_transports"]
 
 _CHOICE = "TORCHSTORE_TRANSPORT"
 _ROUNDS = 5
 _SMALL_ROUNDS = 20
 _NAME = "torchstore-bench-transports"
+# The least part of the time of a small transfer that is taken for latency.
+_LEAST_PART = 0.1
 # Limit of puts per volume until every volume has had one, because the strategy chooses the volume.
 _TRIES_PER_VOLUME = 4
 
@@ -171,8 +173,24 @@ async def _line(
     await client.put(f"{key}/small", small)
     latencies = [await _timed(client.get(f"{key}/small", small)) for _ in range(_SMALL_ROUNDS)]
     await client.delete(f"{key}/small")
-    latency = max(statistics.median(latencies) - small.nbytes / rate, 0.0)
+    latency = fitted_latency(statistics.median(latencies), small.nbytes, rate)
     return TransportLine(name, volume, nbytes / statistics.median(puts), rate, latency)
+
+
+def fitted_latency(seconds: float, nbytes: int, bytes_per_s: float) -> float:
+    """Return what a transfer of few bytes takes beside moving them, in seconds.
+
+    The rate is that of a large transfer. If it says that moving the bytes alone takes all of the
+    measured time, or nearly, it does not hold for so few bytes; then all of the time counts as
+    latency, which is the longest that it can be.
+
+    >>> fitted_latency(0.003, 1_000_000, 1e9)
+    0.002
+    >>> fitted_latency(0.003, 1_000_000, 2.5e8)
+    0.003
+    """
+    fitted = seconds - nbytes / bytes_per_s
+    return fitted if fitted >= seconds * _LEAST_PART else seconds
 
 
 async def _timed(work: Awaitable[object]) -> float:

@@ -42,6 +42,9 @@ def open_memory(name: str, nbytes: int) -> int:
     """Return a descriptor of ``nbytes`` of shareable, unnamed, sparse memory.
 
     Where there is no memfd, an unlinked temporary file serves instead.
+
+    Raises:
+        StoreFullError: the system has no files so large, or no process can map it.
     """
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create(f"torchstore:{name}", os.MFD_CLOEXEC)
@@ -51,9 +54,12 @@ def open_memory(name: str, nbytes: int) -> int:
         fd = handle
     try:
         os.ftruncate(fd, nbytes)
-    except OSError as error:
+        # Every transport maps the whole of it, so more than can be mapped is of no use.
+        unmap(map_shared(fd, nbytes), nbytes)
+    except (OSError, OverflowError) as error:
         os.close(fd)
-        raise StoreFullError(f"cannot make {nbytes} bytes of shared memory: {error}") from error
+        why = error if isinstance(error, OSError) else "more than this system can address"
+        raise StoreFullError(f"cannot make {nbytes} bytes of shared memory: {why}") from error
     return fd
 
 
