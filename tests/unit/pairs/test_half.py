@@ -46,4 +46,14 @@ async def test_a_batch_is_watched_until_it_ends_or_is_given_up(given_up: bool) -
             await asyncio.wait_for(watching, 5)
     else:
         batch.set_result(None)
-        assert await asyncio.wait_for(watching, 5) == b""
+        assert await asyncio.wait_for(watching, 5) == p.ENDED
+
+
+async def test_a_batch_that_takes_longer_than_a_handshake_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torchstore_transports.pairs.half._WAIT_S", 0.01)
+    half, loop = PairServer(), asyncio.get_running_loop()
+    served = half._served[1] = _Served(b"one", b"link", Board(), loop.create_future())
+    served._last = loop.create_future()
+    assert await half.handshake(b"one", p.encode(p.Watch(1))) == p.GOES_ON

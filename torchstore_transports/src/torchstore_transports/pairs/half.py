@@ -78,16 +78,19 @@ class _Served:
 
         self._last = in_thread(work)
 
-    async def ended(self) -> None:
-        """Wait for the end of the batch that is under way, if there is one.
+    async def ended(self) -> bool:
+        """Wait for the end of the batch that is under way, if there is one, but not longer than a
+        handshake may take; whether it has ended.
 
         Raises:
             TransportError: it failed, or the pair was given up meanwhile.
         """
         if self._last is not None:
-            await asyncio.wait([self._last, self._over], return_when=asyncio.FIRST_COMPLETED)
+            both = [self._last, self._over]
+            await asyncio.wait(both, timeout=_WAIT_S, return_when=asyncio.FIRST_COMPLETED)
         if self._failed or self.given_up:
             raise TransportError(self._failed or "the pair was given up")
+        return self._last is None or self._last.done()
 
     async def give_up(self) -> None:
         """End the pair. When this returns, no byte of it reaches a segment any more."""
@@ -160,8 +163,7 @@ class PairServer(TransportServer):
             call, board = asked, served.board
             return await in_thread(lambda: board.call(call))
         if isinstance(asked, p.Watch):
-            await served.ended()
-            return b""
+            return p.ENDED if await served.ended() else p.GOES_ON
         await served.move(self._checked(asked.extents), into=asked.into)
         return b""
 

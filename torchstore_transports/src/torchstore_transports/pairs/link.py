@@ -24,6 +24,7 @@ from torchstore_transports.pairs.addresses import addresses_here
 from torchstore_transports.pairs.batches import parts
 from torchstore_transports.pairs.connection import PairConnection
 from torchstore_transports.pairs.protocol import (
+    GOES_ON,
     VERSION,
     Hello,
     Stop,
@@ -165,15 +166,20 @@ class PairLink(Link):
             TransportError: it has not ended well there, or the server half has died.
             StoreClosedError: the store is gone, and the server half with it.
         """
-        watching = asyncio.ensure_future(self._handshake(encode(Watch(pair))))
+        watching = asyncio.ensure_future(self._until_ended(pair))
         watching.add_done_callback(retrieve)
+        both: list[asyncio.Future[Any]] = [watching, moving]
         try:
-            await asyncio.wait([watching, moving], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if not moving.done():
                 watching.result()
         finally:
             watching.cancel()
-            del watching, moving  # otherwise an error would keep these alive
+            del watching, moving, both  # otherwise an error would keep these alive
+
+    async def _until_ended(self, pair: int) -> None:
+        while await self._handshake(encode(Watch(pair))) == GOES_ON:
+            pass
 
     async def _give_up(
         self, connection: PairConnection, pair: int, asking: asyncio.Future[bytes], *, into: bool

@@ -7,6 +7,8 @@ import msgspec
 from torchstore_core.machine.networks import Network
 
 __all__ = [
+    "ENDED",
+    "GOES_ON",
     "VERSION",
     "Hello",
     "Request",
@@ -22,6 +24,8 @@ __all__ = [
 
 #: Changes whenever halves of different versions would misunderstand each other.
 VERSION = 2
+#: The answers to a :class:`Watch`.
+ENDED, GOES_ON = b"ended", b"goes on"
 
 Extent = tuple[int, int, int]
 
@@ -92,8 +96,8 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 class Watch(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """The link wants to know how the batch that is under way over a pair ends at the other end. The
-    answer comes when it has ended there; it is an error if the batch, the pair or the process of
-    the server half did not live so long.
+    answer comes when it has ended there (:data:`ENDED`), or after a while (:data:`GOES_ON`); it is
+    an error if the batch, the pair or the process of the server half did not live so long.
     """
 
     pair: int
