@@ -226,6 +226,7 @@ class _Stage:
             with contextlib.suppress(SnapshotWriterError):
                 self._writer.send(m.Abandon(self._job.number, error))
                 return
+        self._abandon_claim()
         self._tell_others(error)
 
     def _tell_others(self, error: str) -> None:
@@ -234,6 +235,14 @@ class _Stage:
             with contextlib.suppress(TorchStoreError, OSError), using(self._options):
                 storage = open_storage(agreed.first.url)
                 report_failure(storage, agreed.first.take, agreed.ranks.rank, error)
+
+    def _abandon_claim(self) -> None:
+        """Let gc collect what the writer, which has ended, has left: it may have ended before it
+        took the claim over, and then nobody but this process can say so.
+        """
+        if self._first_claim is not None:
+            with using(self._options):
+                self._first_claim.abandon()
 
     def _released(self) -> None:
         """A batch was written, or the take has failed."""
@@ -249,6 +258,7 @@ class _Stage:
                 await asyncio.to_thread(self._tell_others, str(error))
             if isinstance(error, SnapshotWriterError):  # it can tidy nothing up
                 await self._unstage(self._keys)
+                await asyncio.to_thread(self._abandon_claim)
             elif error is not None and self._first_claim is not None:
                 # The writer has removed it, unless it cannot do with the storage what this can.
                 await asyncio.to_thread(self._first_claim.release)

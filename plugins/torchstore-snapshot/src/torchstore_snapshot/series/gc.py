@@ -177,7 +177,10 @@ def _gc(text: str, keep_last: int | None, dry_run: bool, grace: float | None) ->
         mended += [f"{name}/{map_}" for map_ in maps]
     if not dry_run:
         _remove(place, seen, files, silence)
-        for name in gone:
+        # Others may be about to put something into a folder that had a snapshot, but nothing into
+        # one where a take has died; except a new take, which then makes the folder again.
+        died = set() if single else {*seen.dead.values()} - seen.manifests.keys()
+        for name in gone.keys() | died:
             place.folder(name).remove_if_empty()
     return GcReport(
         place.url if not single else own.url,

@@ -164,11 +164,10 @@ def agree(
         keys, items = collect(app_state, replicated or (), allow_pickle=options.allow_pickle)
         if ranks.rank == 0:
             refuse_foreign_maps(storage, maps_of(items))
-            storage.prepare(durable=options.fsync)
         held, alone = holdings(items) if ranks.size > 1 else ([], 0)
         proposal = _Proposal(storage.url, new_take_id(), held, alone, named=with_slashes(items))
         if ranks.rank == 0:
-            claim = Claim(storage, proposal.take, reading=options.base is not None)
+            claim = _claim(storage, proposal.take, options)
             base = _read_base(storage, claim, options)
             if base is not None:
                 proposal.base = base[0].url, base[1].take
@@ -219,6 +218,17 @@ def prepare(
         if agreed.claim is not None:
             agreed.claim.release()
         raise
+
+
+def _claim(storage: Storage, take: str, options: TakeOptions) -> Claim:
+    """Make the folder, and the claim of a take in it."""
+    reading = options.base is not None
+    try:
+        storage.prepare(durable=options.fsync)
+        return Claim(storage, take, reading=reading)
+    except FileNotFoundError:  # a garbage collection has removed the folder, which was still empty
+        storage.prepare(durable=options.fsync)
+        return Claim(storage, take, reading=reading)
 
 
 def _read_base(

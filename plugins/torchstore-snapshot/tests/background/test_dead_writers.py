@@ -1,0 +1,40 @@
+"""What is left of takes whose writer process was killed, while the program goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchstore_snapshot import Series, SnapshotWriterError, StateDict, gc
+from torchstore_snapshot.background.process import the_writer
+
+
+def everything(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("keep_last", [None, 1])
+def test_what_a_dead_writer_leaves_is_collected(tmp_path: Path, keep_last: int | None) -> None:
+    series = Series(tmp_path / "run", keep_last=keep_last)
+    state = {"m": StateDict(w=torch.arange(50_000.0))}
+    writer = the_writer()
+    os.kill(writer.pid, signal.SIGSTOP)  # it cannot take the claim over
+    pending = series.async_take("lost", state, fsync=False)
+    os.kill(writer.pid, signal.SIGKILL)
+    with pytest.raises(SnapshotWriterError):
+        pending.wait(60)
+    left = everything(tmp_path)
+    if keep_last is None:
+        report = gc(tmp_path / "run")
+        assert report.running == ()
+        assert len(report.dead) == 1
+        assert [f"run/{file.snapshot}/{file.name}" for file in report.files] == left
+    else:  # the next take collects it
+        series.async_take("next", state, fsync=False).wait(60)
+    assert not (tmp_path / "run/lost").exists()
+    if keep_last:
+        assert not any("claim" in name for name in everything(tmp_path))
