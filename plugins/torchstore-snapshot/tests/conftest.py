@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 
 from torchstore_core import blocking
-from torchstore_snapshot.background import process
+from torchstore_snapshot.background import process, stores
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -19,4 +18,5 @@ def _nothing_stays() -> Iterator[None]:
     yield
     if process._current is not None:
         process._current.close()
-    blocking.shutdown(f"snapshot-{os.getpid()}")
+    blocking.shutdown(stores.own_name())
+    blocking.shutdown(stores.bounded_name())

@@ -186,13 +186,13 @@ async def test_a_program_may_warm_up(tmp_path: Path) -> None:
     from tests.support import until
     from torchstore_core.clients.stores import table
     from torchstore_snapshot import Snapshot, StateDict, warm_up
-    from torchstore_snapshot.background import process, staging
+    from torchstore_snapshot.background import process, stores
     warm_up(1 << 20)
     writer = process._current.pid
-    await until(lambda: table.known(staging._own_name()) is not None, 60)
-    address = await ts.address(staging._own_name())
+    await until(lambda: table.known(stores.own_name()) is not None, 60)
+    address = await ts.address(stores.own_name())
     Snapshot.async_take({str(tmp_path / "s")!r}, {{"m": StateDict(w=torch.ones(3))}}).wait(60)
-    assert writer == process._current.pid and address == await ts.address(staging._own_name())
+    assert writer == process._current.pid and address == await ts.address(stores.own_name())
     """
     await run_script(body)
     assert Snapshot(tmp_path / "s").read_object("m/w").tolist() == [1, 1, 1]

@@ -55,10 +55,15 @@ def staged():
     return call.result(60)
 
 async def keys():
+    if table.known(name) is None:
+        return []
     return await (await ts.client(name)).keys(".torchstore-snapshot/")
 
 from torchstore_core.clients.calls import thread_loops
-loop, name = thread_loops.background(), f"snapshot-{{os.getpid()}}"
+from torchstore_core.clients.stores import table
+from torchstore_snapshot.background.stores import bounded, bounded_name
+loop, name = thread_loops.background(), bounded_name()
+bounded.begin()  # the store stays, so that what is left in it would be seen
 signal.signal(signal.SIGUSR1, interrupt)
 os.kill(writer, signal.SIGSTOP)
 threading.Thread(target=when_it_waits, daemon=True).start()

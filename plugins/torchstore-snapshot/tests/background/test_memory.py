@@ -19,6 +19,7 @@ MIB = 1 << 20
 _TAKES = """
 import os
 from torchstore_snapshot import Snapshot, StateDict
+from torchstore_snapshot.background.stores import bounded
 folder = {folder!r}
 kind = {kind!r}
 budget = {budget}
@@ -30,7 +31,8 @@ else:  # every second column, and a permutation of three dimensions
     tensors = [torch.empty(6 << 10, 8 << 10).fill_(0)[:, ::2]]
     tensors.append(torch.empty(256, 192, 512).fill_(1).permute(2, 0, 1))
 state = {{"m": StateDict(a=tensors[0], b=tensors[1])}}
-# The processes, and what they import, are there before.
+# The processes, and what they import, are there before, and until the end.
+bounded.begin()
 small = {{"m": StateDict(w=torch.ones(99).view(9, -1).t())}}
 Snapshot.async_take(folder + "/before", small, fsync=False, memory_budget=budget).wait(60)
 print("ready", flush=True)
@@ -45,21 +47,30 @@ def used(pid: int) -> int:
     count once however many processes map them.
     """
     total = 0
-    segments: dict[int, int] = {}
     for each in [pid, *children(pid)]:
         try:
             with open(f"/proc/{each}/status", encoding="ascii") as file:
                 total += sum(
                     int(line.split()[1]) << 10 for line in file if line.startswith("RssAnon:")
                 )
+        except OSError:
+            continue  # it is gone
+    return total + sum(segments(pid).values())
+
+
+def segments(pid: int) -> dict[int, int]:
+    """The bytes that the segments of a process and its children occupy."""
+    found: dict[int, int] = {}
+    for each in [pid, *children(pid)]:
+        try:
             for number in os.listdir(f"/proc/{each}/fd"):
                 path = f"/proc/{each}/fd/{number}"
                 if os.readlink(path).startswith("/memfd:"):
-                    found = os.stat(path)
-                    segments[found.st_ino] = found.st_blocks * 512
+                    stat = os.stat(path)
+                    found[stat.st_ino] = stat.st_blocks * 512
         except OSError:
             continue  # it, or its file, is gone
-    return total + sum(segments.values())
+    return found
 
 
 def children(pid: int) -> list[int]:
@@ -94,6 +105,45 @@ async def test_a_take_keeps_to_its_memory_budget(tmp_path: Path, kind: str) -> N
     snapshot = Snapshot(tmp_path / "s")
     for number, name in enumerate("ab"):
         assert bool((snapshot.read_object(f"m/{name}") == number).all())
+
+
+_AFTER_ANOTHER = """
+import os
+from torchstore_snapshot import Snapshot, StateDict
+folder = {folder!r}
+Snapshot.async_take(folder + "/small", {{"m": StateDict(w=torch.ones(9))}}, fsync=False).wait(60)
+state = {{"m": StateDict({{f"w{{i}}": torch.full((1 << 20,), float(i)) for i in range(24)}})}}
+print("ready", flush=True)
+while not os.path.exists(folder + "/go"):
+    await asyncio.sleep(0.01)
+Snapshot.async_take(folder + "/s", state, fsync=False, memory_budget={budget}).wait(100)
+print("written", flush=True)
+while not os.path.exists(folder + "/end"):
+    await asyncio.sleep(0.01)
+"""
+
+
+async def test_a_budget_holds_after_a_take_without_and_memory_is_given_back(tmp_path: Path) -> None:
+    """A take without a budget has a store that keeps memory ready for as much again."""
+    budget = 32 * MIB  # of 96 MiB
+    body = _AFTER_ANOTHER.format(folder=str(tmp_path), budget=budget)
+    with Script(body) as script:
+
+        def said(what: str) -> bool:
+            script._out.seek(0)
+            return what in script._out.read()
+
+        await until(lambda: said("ready"), 90)
+        before = sum(segments(script.pid).values())
+        (tmp_path / "go").touch()
+        peak = 0
+        while not said("written"):
+            peak = max(peak, sum(segments(script.pid).values()))
+            assert script._process.wait(0.001) is None
+        assert budget // 2 < peak - before <= 1.1 * budget
+        await until(lambda: sum(segments(script.pid).values()) <= before, 30)
+        (tmp_path / "end").touch()
+        await script.output(30)
 
 
 @pytest.mark.parametrize("seed", range(20))

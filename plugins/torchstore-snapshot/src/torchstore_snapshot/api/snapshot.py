@@ -159,6 +159,8 @@ class Snapshot:
                 and dicts of those.
             memory_budget: bytes that may be staged at a time; None: half of what the host has free.
                 If there is more to write, the call takes as long as writing what goes beyond it.
+                With a budget, the store that is started ends soon after the last take, which gives
+                all of its memory back; one that the program has keeps memory as it always does.
 
         Raises:
             SnapshotWriterError: the process that writes has ended.

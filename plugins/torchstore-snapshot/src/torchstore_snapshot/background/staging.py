@@ -6,25 +6,21 @@ import asyncio
 import contextlib
 import os
 from concurrent.futures import Future
-from typing import Any
 
 import msgspec
-import torch
 
-import torchstore_core as ts
 from torchstore_core.clients.calls import thread_loops
 from torchstore_core.clients.stores import table
 from torchstore_core.clients.stores.environment import DEFAULT_NAME
 from torchstore_core.errors import (
     ConfigurationError,
-    StoreClosedError,
-    StoreFullError,
     TorchStoreError,
 )
 from torchstore_snapshot.background import messages as m
 from torchstore_snapshot.background.batches import batches, units_of
 from torchstore_snapshot.background.process import Job, WriterProcess, the_writer
 from torchstore_snapshot.background.rendezvous import report_failure
+from torchstore_snapshot.background.stores import bounded, own_store, put, unstage
 from torchstore_snapshot.errors import SnapshotWriterError
 from torchstore_snapshot.format.hashes import Digest
 from torchstore_snapshot.progress import metered
@@ -70,7 +66,7 @@ def warm_up(nbytes: int | None = None) -> None:
         raise ConfigurationError(f"nbytes is an int above 0, not {nbytes!r}")
     the_writer()
     if table.known(DEFAULT_NAME) is None:
-        asyncio.run_coroutine_threadsafe(_own_store(nbytes), thread_loops.background())
+        asyncio.run_coroutine_threadsafe(own_store(nbytes), thread_loops.background())
 
 
 def allowed(memory_budget: int | None, storage: Storage) -> None:
@@ -110,7 +106,7 @@ def begin(agreed: Agreed, memory_budget: int | None) -> Future[None]:
         StoreFullError: not even a part of it fits into the store.
         SnapshotWriterError: the writer process has ended.
     """
-    stage = _Stage(agreed)
+    stage = _Stage(agreed, budget=memory_budget is not None)
     error: BaseException | None = None
     limit = int(available_memory() * _SHARE) if memory_budget is None else memory_budget
     try:
@@ -121,8 +117,7 @@ def begin(agreed: Agreed, memory_budget: int | None) -> Future[None]:
         # If a rank dies before its writer knows of the take, only this can tell the others; later
         # on, its writer does.
         agreed.ranks.exchange(_Joined(), _Joined, error)
-        # A store of its own has as much memory ready as takes need, but none beyond a budget.
-        stage.write(plan(agreed), limit, prefault=memory_budget is None)
+        stage.write(plan(agreed), limit)
     except BaseException as error:
         stage.give_up(f"{type(error).__name__}: {error}")
         raise
@@ -140,8 +135,10 @@ class _Stage:
         outcome: has a result when the take is committed.
     """
 
-    def __init__(self, agreed: Agreed) -> None:
+    def __init__(self, agreed: Agreed, *, budget: bool) -> None:
         self.outcome: Future[None] = Future()
+        self._budget = budget
+        self._in_use = False
         self._agreed = agreed
         self._claim = self._first_claim = agreed.claim
         self._options = current()
@@ -169,12 +166,11 @@ class _Stage:
             m.Join(job.number, first.url, first.take, ranks.rank, ranks.size, environs, settings)
         )
 
-    def write(self, prepared: Prepared, limit: int, *, prefault: bool) -> None:
+    def write(self, prepared: Prepared, limit: int) -> None:
         """Stage everything, and have it written and committed.
 
         Args:
             limit: bytes that may be staged at a time.
-            prefault: a store that is started for this keeps memory for two batches ready.
         """
         if self._writer is None or self._job is None:
             raise SnapshotWriterError("the writer does not know of the take")
@@ -189,16 +185,18 @@ class _Stage:
         begun = begin_message(prepared, self._job.number)
         self._claim = None
         self._writer.send(begun)
-        run_in_background(self._stage(prepared, limit, self._writer, self._job, prefault))
+        run_in_background(self._stage(prepared, limit, self._writer, self._job))
         check()
         self._writer.send(m.Finish(self._job.number))
 
-    async def _stage(
-        self, prepared: Prepared, limit: int, writer: WriterProcess, job: Job, prefault: bool
-    ) -> None:
+    async def _stage(self, prepared: Prepared, limit: int, writer: WriterProcess, job: Job) -> None:
         place = f"{PREFIX}{prepared.take}/{prepared.ranks.rank}"
         total = sum(nbytes for _, nbytes in units_of(prepared))
-        ready = min(total, limit) if prefault else 0
+        # A store of its own has as much memory ready as takes need, but none beyond a budget.
+        ready = None if self._budget else min(total, limit)
+        self._in_use = self._budget
+        if self._in_use:
+            bounded.begin()
         for number, batch in enumerate(batches(prepared, limit)):
             await self._credit.acquire()
             if job.done.done():  # it has failed
@@ -209,9 +207,9 @@ class _Stage:
             chunks = [staged.chunk for staged in batch]
             del batch
             try:
-                address = await _put(where, values, ready)
+                address = await put(where, values, ready)
             except asyncio.CancelledError:
-                await self._unstage([where])  # it may be there; the writer does not know of it
+                await unstage([where])  # it may be there; the writer does not know of it
                 raise
             del values
             writer.send(m.Batch(job.number, address, where, chunks))
@@ -219,6 +217,7 @@ class _Stage:
     def give_up(self, error: str) -> None:
         """Tell the writer, which tells the other ranks, that this rank gives the take up."""
         self._meter.close()
+        self._loop.call_soon_threadsafe(self._leave_store)
         if self._claim is not None:  # the writer does not have it
             self._claim.release()
         if self._writer is not None and self._job is not None:
@@ -235,6 +234,12 @@ class _Stage:
             with contextlib.suppress(TorchStoreError, OSError), using(self._options):
                 storage = open_storage(agreed.first.url)
                 report_failure(storage, agreed.first.take, agreed.ranks.rank, error)
+
+    def _leave_store(self) -> None:
+        """In the loop: the take needs the store for takes with a budget no longer."""
+        if self._in_use:
+            self._in_use = False
+            bounded.end()
 
     def _abandon_claim(self) -> None:
         """Let gc collect what the writer, which has ended, has left: it may have ended before it
@@ -257,25 +262,17 @@ class _Stage:
             if error is not None and not (self._job and self._job.told):
                 await asyncio.to_thread(self._tell_others, str(error))
             if isinstance(error, SnapshotWriterError):  # it can tidy nothing up
-                await self._unstage(self._keys)
+                await unstage(self._keys)
                 await asyncio.to_thread(self._abandon_claim)
             elif error is not None and self._first_claim is not None:
                 # The writer has removed it, unless it cannot do with the storage what this can.
                 await asyncio.to_thread(self._first_claim.release)
         finally:
+            self._leave_store()
             if error is None:
                 self.outcome.set_result(None)
             else:
                 self.outcome.set_exception(error)
-
-    async def _unstage(self, keys: list[str]) -> None:
-        """Take what is staged out of the stores."""
-        for name in (DEFAULT_NAME, _own_name()):
-            if table.known(name) is not None:
-                for key in keys:
-                    with contextlib.suppress(TorchStoreError):  # written, or the store has ended
-                        client: Any = await ts.client(name)
-                        await client.delete(key)
 
 
 def begin_message(prepared: Prepared, job: int) -> m.Begin:
@@ -297,34 +294,3 @@ def begin_message(prepared: Prepared, job: int) -> m.Begin:
         prepared.claim is not None,
         bool(options.progress),
     )
-
-
-async def _put(key: str, values: dict[str, torch.Tensor], prefault: int) -> str:
-    """Put into the store of this process if there is one with room; otherwise, into one of its own.
-
-    Args:
-        prefault: bytes of memory that a store of its own keeps ready.
-
-    Returns:
-        The address of the store.
-    """
-    client: Any
-    if table.known(DEFAULT_NAME) is not None:
-        try:
-            client = await ts.client(DEFAULT_NAME)
-            await client.put_state_dict(values, key)
-            return await ts.address(DEFAULT_NAME)
-        except (StoreClosedError, StoreFullError):
-            pass  # a store of its own it is
-    client = await _own_store(prefault)
-    await client.put_state_dict(values, key)
-    return await ts.address(_own_name())
-
-
-async def _own_store(prefault: int | None = None) -> Any:
-    name = _own_name()
-    return await ts.connect_or_initialize(store_name=name, runtime="local", prefault=prefault)
-
-
-def _own_name() -> str:
-    return f"snapshot-{os.getpid()}"
