@@ -217,6 +217,18 @@ def test_convert_makes_what_it_says(taken: Path) -> None:
     assert call("convert", into, back, "--overwrite").status == 0
 
 
+def test_convert_one_key_of_several(taken: Path) -> None:
+    values = {key: StateDict(w=torch.full((3,), fill)) for key, fill in (("a", 1.0), ("b", 2.0))}
+    Snapshot.take(taken, values, overwrite=True, fsync=False)
+    into = taken.parent / "plain"
+    refused = call("convert", taken, into, "--to", "safetensors")
+    assert (refused.status, refused.err.split(":")[1]) == (1, " layout-mismatch")
+    found = call("convert", taken, into, "--to", "safetensors", "--key", "b", "--rank", "0")
+    assert found.status == 0
+    assert call("convert", into, taken.parent / "back", "--key", "c").status == 0
+    assert Snapshot(taken.parent / "back").read_object("c/w").tolist() == [2, 2, 2]
+
+
 def test_errors_are_those_of_the_command_line(tmp_path: Path, taken: Path) -> None:
     missing = call("verify", tmp_path / "none")
     assert (missing.status, missing.out) == (1, "")

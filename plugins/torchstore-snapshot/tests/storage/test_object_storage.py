@@ -198,7 +198,10 @@ def test_settings_of_the_command_line(
     assert call("convert", tmp_path / "tensors", f"{URL}-b") == 0
     assert call("diff", URL, f"{URL}-b") == 1  # there, the key has another name
     assert call("diff", URL, tmp_path / "a") == 0
-    assert call("gc", URL.rpartition("/")[0], "--keep-last", 1) == 0
+    folder = URL.rpartition("/")[0]
+    assert call("ls", folder) == 0
+    assert call("ls", folder, "none") == 1
+    assert call("gc", folder, "--keep-last", 1) == 0
     assert call("ls", URL) == 1
     if options:
         assert main(["snapshot", "ls", str(tmp_path / "a"), *options]) == 1

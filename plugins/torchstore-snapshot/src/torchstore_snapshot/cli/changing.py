@@ -39,7 +39,14 @@ def collect(path: str, keep_last: int | None, *, dry_run: bool) -> reports.Colle
 
 
 def converted(
-    source: str, destination: str, *, into: Kind, overwrite: bool, allow_pickle: bool
+    source: str,
+    destination: str,
+    *,
+    into: Kind,
+    key: str | None,
+    rank: int | None,
+    overwrite: bool,
+    allow_pickle: bool,
 ) -> reports.Converted:
     """Convert between formats. See ``torchstore_snapshot.converting``, whose errors this raises."""
     from torchstore_snapshot.converting import convert
@@ -49,6 +56,8 @@ def converted(
         source,
         destination,
         to=into,
+        key=key,
+        rank=rank,
         overwrite=overwrite,
         allow_pickle=allow_pickle,
         storage_options=current(),

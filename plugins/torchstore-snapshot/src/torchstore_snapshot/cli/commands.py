@@ -168,6 +168,16 @@ def gc(ctx: click.Context, path: str, keep_last: int | None, dry_run: bool, as_j
     show_default=True,
     help="What to make.",
 )
+@click.option(
+    "--key",
+    help="Of a snapshot, the only key to convert; of a checkpoint of torch.distributed.checkpoint "
+    "or of safetensors, the key that everything gets.",
+)
+@click.option(
+    "--rank",
+    type=click.IntRange(min=0),
+    help="Whose own values to convert, if ranks have some.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace a snapshot that is already there.")
 @click.option(
     "--allow-pickle",
@@ -182,6 +192,8 @@ def convert(
     source: str,
     destination: str,
     into: Kind,
+    key: str | None,
+    rank: int | None,
     overwrite: bool,
     allow_pickle: bool,
     as_json: bool,
@@ -194,7 +206,13 @@ def convert(
     from torchstore_snapshot.cli.changing import converted
 
     report = converted(
-        source, destination, into=into, overwrite=overwrite, allow_pickle=allow_pickle
+        source,
+        destination,
+        into=into,
+        key=key,
+        rank=rank,
+        overwrite=overwrite,
+        allow_pickle=allow_pickle,
     )
     _answer(ctx, report, as_json)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 from torchstore_core import boxes
@@ -13,6 +12,7 @@ from torchstore_snapshot.format.manifest import Entry, Manifest, ObjectEntry, Te
 from torchstore_snapshot.format.paths import MANIFEST
 from torchstore_snapshot.format.weight_maps import weight_maps
 from torchstore_snapshot.series.counting import read_head
+from torchstore_snapshot.series.survey import Place
 from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.storage.opening import leavings, open_storage, read_manifest
 
@@ -49,13 +49,12 @@ def list_path(path: str, prefix: str) -> reports.ListReport:
 
 
 def _children(storage: Storage) -> Iterator[tuple[str, Storage]]:
-    """The snapshots directly inside a local folder. (Object stores have no folders to list.)"""
-    if not os.path.isdir(storage.url):
-        return
-    with os.scandir(storage.url) as entries:
-        for entry in sorted(entries, key=lambda e: e.name):
-            if os.path.isfile(os.path.join(entry.path, MANIFEST)):
-                yield entry.name, open_storage(entry.path)
+    """The snapshots directly inside a folder."""
+    member = Place.at(storage.url).member
+    for name in sorted(member.siblings()):
+        child = member.sibling(name)
+        if any(info.name == MANIFEST for info in child.list()):
+            yield name, child
 
 
 def _age(line: reports.SnapshotLine) -> tuple[int, float, str]:
