@@ -234,6 +234,25 @@ async def test_a_client_without_descriptors_says_so_and_tries_again(
         await ts.shutdown("scarce")
 
 
+async def test_no_descriptor_for_a_connection_or_for_a_store(scarce: ScarceServer) -> None:
+    """Errors that name the limit, and not those of whatever needed the descriptor."""
+    async with joined(scarce.address) as client:
+        none_left = "no file descriptor left for a connection"
+        channels = [known() for known in (await client._joined.session(5))._channels.values()]
+        for channel in channels:
+            channel.close()
+        with (
+            descriptors_left(0) as limit,
+            pytest.raises(ts.TransportNotReadyError, match=none_left) as caught,
+        ):
+            await client.get("any")
+        assert caught.value.details["descriptor_limit"] == limit
+        await client.put("any", 1)
+    none_left = "no file descriptor left for the list of installed plug-ins"
+    with descriptors_left(0), pytest.raises(ts.TransportNotReadyError, match=none_left):
+        await ts.initialize(store_name="no-descriptors")
+
+
 @contextmanager
 def descriptors_left(count: int) -> Iterator[int]:
     """This process can have so many more, the limit says."""

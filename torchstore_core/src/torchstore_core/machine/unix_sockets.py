@@ -8,14 +8,18 @@ store is then busy, not gone. Torch-free.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import resource
 import socket
 import struct
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["connect", "peer", "unix_socket"]
+from torchstore_core.errors import TransportNotReadyError
+
+__all__ = ["check_descriptors", "connect", "peer", "unix_socket"]
 
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.05
@@ -27,8 +31,12 @@ def unix_socket() -> Iterator[socket.socket]:
 
     It is also closed if the coroutine that contains the block never runs again and is collected
     together with its event loop.
+
+    Raises:
+        TransportNotReadyError: this process has no file descriptor left for it.
     """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with _descriptors("a connection to a store"):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.setblocking(False)
     # The except clause is not enough: the collector may finalize the socket first, which warns.
     guard = weakref.finalize(asyncio.current_task() or asyncio.get_running_loop(), _close, sock)
@@ -40,6 +48,31 @@ def unix_socket() -> Iterator[socket.socket]:
         raise
     finally:
         guard.detach()
+
+
+def check_descriptors(purpose: str) -> None:
+    """Fail if this process can open nothing: much of Python takes that for an absent file.
+
+    Raises:
+        TransportNotReadyError: this process has no file descriptor left for ``purpose``.
+    """
+    with _descriptors(purpose):
+        os.close(os.open("/", os.O_RDONLY | os.O_CLOEXEC))
+
+
+@contextmanager
+def _descriptors(purpose: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise TransportNotReadyError(
+            f"this process has no file descriptor left for {purpose} (its limit is {limit}; see "
+            "ulimit -n)",
+            details={"descriptor_limit": limit},
+        ) from error
 
 
 def _close(sock: socket.socket) -> None:

@@ -23,6 +23,7 @@ from torchstore_core.contracts.runtime import RuntimeSpec
 from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.contracts.transport import TransportSpec
 from torchstore_core.errors import ConfigurationError, PluginError
+from torchstore_core.machine.unix_sockets import check_descriptors
 
 __all__ = ["GROUPS", "OBSERVERS", "RUNTIMES", "Registry", "load_class"]
 
@@ -75,7 +76,11 @@ def _distribution(entry: metadata.EntryPoint) -> str:
 def _installed() -> Iterator[metadata.EntryPoint]:
     """Yield all installed entry points. If a distribution is on the path twice, the first one
     counts, as it does for import.
+
+    Raises:
+        TransportNotReadyError: this process has no file descriptor left to look for any.
     """
+    check_descriptors("the list of installed plug-ins")
     seen: set[str] = set()
     for distribution in metadata.distributions():
         try:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import errno
 import os
 import socket
 import time
@@ -96,8 +95,6 @@ class RpcLink(Link):
                         f"the agent at {self._path} did not accept within {_CONNECT_S:g} s"
                     ) from error
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):  # this process has no descriptor left
-                raise TransportNotReadyError(f"no socket to the agent: {error}") from error
             raise TransportUnavailableError(f"no agent at {self._path}: {error}") from error
         self._sock = sock
         return sock
