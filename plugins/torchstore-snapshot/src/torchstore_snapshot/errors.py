@@ -79,7 +79,9 @@ class SnapshotCorruptError(SnapshotError):
 
 
 class SnapshotWriterError(SnapshotError):
-    """The process that writes a snapshot in the background has ended. The take is not committed."""
+    """The process that writes a snapshot in the background has ended, or the store that it was
+    staged in. The take is not committed.
+    """
 
     code = "snapshot-writer"
 

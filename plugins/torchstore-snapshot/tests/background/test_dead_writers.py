@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchstore_snapshot import Series, SnapshotWriterError, StateDict, gc
+from torchstore_core import blocking
+from torchstore_snapshot import Series, Snapshot, SnapshotWriterError, StateDict, gc
 from torchstore_snapshot.background.process import the_writer
+from torchstore_snapshot.background.stores import own_name
 
 
 def everything(folder: Path) -> list[str]:
@@ -38,3 +40,18 @@ def test_what_a_dead_writer_leaves_is_collected(tmp_path: Path, keep_last: int |
     assert not (tmp_path / "run/lost").exists()
     if keep_last:
         assert not any("claim" in name for name in everything(tmp_path))
+
+
+def test_a_store_that_ends_before_everything_is_written(tmp_path: Path) -> None:
+    state = {"m": StateDict(w=torch.arange(50_000.0))}
+    writer = the_writer()
+    os.kill(writer.pid, signal.SIGSTOP)
+    try:
+        pending = Snapshot.async_take(tmp_path / "s", state, fsync=False)
+        blocking.shutdown(own_name())
+    finally:
+        os.kill(writer.pid, signal.SIGCONT)
+    with pytest.raises(SnapshotWriterError, match="take the snapshot again") as raised:
+        pending.wait(60)
+    assert raised.value.details["path"] == str(tmp_path / "s")
+    Snapshot.async_take(tmp_path / "s", state, fsync=False).wait(60)

@@ -52,7 +52,8 @@ class PendingSnapshot:
             timeout: seconds; None: wait as long as it takes.
 
         Raises:
-            SnapshotWriterError: the process that writes has ended.
+            SnapshotWriterError: the process that writes has ended, or the store that the take was
+                staged in.
             SnapshotExistsError, RankFailedError, LayoutMismatchError, OSError: as for
                 ``Snapshot.take``.
             StoreTimeoutError: it takes longer; it goes on, and may be waited for again.

@@ -15,10 +15,14 @@ import torch
 import torchstore_core.blocking as ts
 from torchstore_core.clients.calls import thread_loops
 from torchstore_core.clients.calls.base import wait_released
-from torchstore_core.errors import TorchStoreError
+from torchstore_core.errors import StoreClosedError, TorchStoreError
 from torchstore_snapshot.background import messages as m
 from torchstore_snapshot.background.rendezvous import commit_together, report_failure
-from torchstore_snapshot.errors import SnapshotError, SnapshotNotFoundError
+from torchstore_snapshot.errors import (
+    SnapshotError,
+    SnapshotNotFoundError,
+    SnapshotWriterError,
+)
 from torchstore_snapshot.format.hashes import Digest, digest_of
 from torchstore_snapshot.format.manifest import Entry, ObjectEntry, Piece
 from torchstore_snapshot.format.paths import claim_file
@@ -115,8 +119,14 @@ class WrittenTake:
 
     def _write(self, batch: m.Batch) -> None:
         _, files = self._opened()
-        client = ts.connect(batch.address, store_name=STORE)
-        staged = client.get_state_dict(batch.key)
+        try:
+            staged = ts.connect(batch.address, store_name=STORE).get_state_dict(batch.key)
+        except StoreClosedError as error:
+            raise SnapshotWriterError(
+                f"the store in which the snapshot {self._join.url!r} was staged has ended before "
+                "everything was written; the take is not committed, take the snapshot again",
+                details={"path": self._join.url},
+            ) from error
         # The lease keeps the memory until the tensors are gone, and the store needs it soon.
         self._program.release(batch)
         files.write(_sources(batch, staged))
