@@ -9,6 +9,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.support import until
 
 from torchstore_snapshot import RankFailedError, Snapshot, SnapshotNotFoundError
 from torchstore_snapshot.background import messages as m
+from torchstore_snapshot.background import rendezvous
 from torchstore_snapshot.background.rendezvous import commit_together, report_failure
 from torchstore_snapshot.format.paths import new_take_id, part_file
 from torchstore_snapshot.storage.opening import open_storage
@@ -89,3 +91,26 @@ def test_a_rank_that_has_no_room_takes_back_what_it_has_reported(tmp_path: Path)
         commit_together(storage, take, _together.part(0), 2, _together.OPTIONS, 20.0)
     with pytest.raises(RankFailedError):
         slow.end()
+
+
+def test_a_rank_is_not_kept_waiting_by_a_rank_0_that_has_no_room_to_say_that_it_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "_TOLD_S", 1000.0)
+    take = new_take_id()
+    storage = open_storage(tmp_path / "s")
+    storage.prepare(durable=False)
+    slow = _together.Waits(tmp_path / "s", take)
+
+    @contextmanager
+    def committing() -> Iterator[None]:
+        yield
+        fill(tmp_path)
+
+    args = (storage, take, _together.part(0), 2, _together.OPTIONS, 20.0, None, committing())
+    commit_together(*args)
+    assert Snapshot(storage.url).manifest.take == take
+    slow.go.set()
+    slow.join(30)
+    slow.result.result(0)
+    assert not [path.name for path in (tmp_path / "s").iterdir() if path.name.startswith(".")]

@@ -119,8 +119,20 @@ def commit_together(
     # It is committed, whatever happens now: a rank that is not told sees the manifest.
     with contextlib.suppress(OSError):
         for rank in range(1, size):
-            _publish(storage, take, _Report(rank, committed=True))
+            _tell(storage, take, rank)
         storage.delete(part_file(take, 0))
+
+
+def _tell(storage: Storage, take: str, rank: int) -> None:
+    """Tell another rank that the take is committed. If there is no room to say so, its report is
+    removed: it then looks at the manifest at once.
+    """
+    try:
+        _publish(storage, take, _Report(rank, committed=True))
+    except ConnectionError:
+        raise
+    except OSError:
+        storage.delete(part_file(take, rank))
 
 
 def _publish(storage: Storage, take: str, report: _Report) -> int:
@@ -188,6 +200,8 @@ class _Waiting:
                 time.sleep(_PAUSE_S)
                 continue
             if mine is None:
+                if self._committed():  # since its files were listed
+                    return
                 raise TakeLostError(
                     f"what rank {own} had reported of the take {self._take} at "
                     f"{self._storage.url!r} was removed, by a garbage collection or by somebody "
