@@ -98,3 +98,9 @@ def test_a_base_by_another_path(tmp_path: Path) -> None:
         assert not taken.verify()
     taken = Snapshot.take(tmp_path / "link" / "9", state, base=tmp_path / "run/1", fsync=False)
     assert [file.snapshot for file in taken.manifest.files] == ["1"]
+
+
+def test_a_glob_alone_is_no_list_of_globs(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="list of globs"):
+        Snapshot.take(tmp_path / "s", {"m": StateDict()}, replicated="m/*")  # type: ignore[arg-type]
+    assert not (tmp_path / "s").exists()

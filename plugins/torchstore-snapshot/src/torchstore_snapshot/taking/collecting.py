@@ -98,6 +98,9 @@ def collect(
         UnsupportedValueError, LayoutMismatchError: a value cannot be stored.
         TypeError, SnapshotError: see :func:`~torchstore_snapshot.api.stateful.checked`.
     """
+    given: object = replicated
+    if isinstance(given, str):  # each of its letters would be a glob
+        raise TypeError(f"replicated is a list of globs, such as [{given!r}], not a str")
     rng: tuple[RNGState, dict[str, Any]] | None = None
     states: dict[str, Any] = {}
     common: dict[str, Collection[str] | None] = {}
