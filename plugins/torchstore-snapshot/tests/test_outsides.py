@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -131,3 +132,10 @@ def test_files_of_earlier_snapshots(tmp_path: Path) -> None:
     assert Snapshot(tmp_path / "b").verify() == {}
     file.write_bytes(damaged)
     assert list(Snapshot(tmp_path / "b").verify()) == [file.name]
+
+
+def test_a_pipe_in_place_of_a_file(folder: Path) -> None:
+    file = data_file(folder)
+    file.unlink()
+    os.mkfifo(file)
+    assert "m/aa" in Snapshot(folder).verify()

@@ -48,7 +48,9 @@ class OpenForReading:
         """
         with _lock:
             if self._file < 0:
-                self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+                # If it is a pipe, this must not wait for a writer; pipes have no bytes of a file.
+                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+                self._file = os.open(self._path, flags)
             self._users += 1
             _idle.pop(self, None)
         try:
