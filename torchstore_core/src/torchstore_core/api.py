@@ -148,7 +148,7 @@ async def initialize(
     ...     print((await ts.get("activations/0")).shape)  # read back from disk
     ...     await ts.shutdown()
     """
-    timeout = starting.check(num_storage_volumes, store_name, capacity, prefault, timeout)
+    timeout = starting.check(num_storage_volumes, store_name, capacity, prefault, timeout, keeper)
     place = check_spill(spill, spill_capacity)
     check_when_full(when_full, place)
     bandwidth = check_bandwidth(repair_bandwidth, os.environ)
@@ -259,7 +259,7 @@ async def initialize_spmd(
             volumes = num_storage_volumes
             if volumes is None:
                 volumes = host.default_volumes(placing)
-            timeout = starting.check(volumes, store_name, capacity, prefault, timeout)
+            timeout = starting.check(volumes, store_name, capacity, prefault, timeout, keeper)
             spill_to = check_spill(spill, spill_capacity)
             check_when_full(when_full, spill_to)
             bandwidth = check_bandwidth(repair_bandwidth, os.environ)
@@ -381,7 +381,7 @@ async def connect_or_initialize(
             is started by a single rank would not be shared.
         TorchStoreError: everything that :func:`initialize` raises.
     """
-    starting.check(num_storage_volumes, store_name, capacity, prefault, timeout)
+    starting.check(num_storage_volumes, store_name, capacity, prefault, timeout, keeper)
     check_when_full(when_full, check_spill(spill, spill_capacity))
     check_bandwidth(repair_bandwidth, os.environ)
 

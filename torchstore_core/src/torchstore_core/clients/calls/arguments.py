@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import re
+
 from torchstore_core.errors import ConfigurationError, UnsupportedValueError
 from torchstore_core.wire import messages as m
 
 __all__ = ["check_key", "check_version"]
+
+_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def check_key(key: object) -> str:
     """Return ``key`` if it is a valid key.
 
     Raises:
-        UnsupportedValueError: it is not a str, is empty, or is too long.
+        UnsupportedValueError: it is not a str, is empty or too long, or has half a character.
     """
     if isinstance(key, str) and 0 < len(key) <= m.MAX_KEY:
-        return key
+        if key.isascii() or not _SURROGATES.search(key):
+            return key
+        raise UnsupportedValueError(
+            f"a key is Unicode text, and {key!r} has half a character, a surrogate"
+        )
     what = f"{len(key)} characters" if isinstance(key, str) else type(key).__qualname__
     raise UnsupportedValueError(f"a key is a str of 1 to {m.MAX_KEY} characters, not {what}")
 

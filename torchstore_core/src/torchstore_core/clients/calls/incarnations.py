@@ -76,9 +76,9 @@ async def check_incarnation(
     await channel.call(m.Exists(channel.next_id(), []), m.Flags, clock.left())
     what = f"version {version} of {key!r}" if key else f"object {version:x}"
     raise VersionGoneError(
-        f"{what} is gone: the ref is of incarnation {incarnation} of a "
-        f"store, and this is incarnation {current} of store {session.welcome.store_name!r}, which "
-        "has started without the memory of an earlier one",
+        f"{what} is not here: the ref is of incarnation {incarnation} of a store, and this is "
+        f"incarnation {current} of store {session.welcome.store_name!r}. It belongs to another "
+        "store, or this one has started without the memory of an earlier one",
         key=key,
         details={"incarnation": incarnation, "current_incarnation": current},
     )

@@ -246,6 +246,8 @@ def _set_keys(clock: Clock, keys: list[str]) -> None:
 def _key_list(keys: Iterable[str]) -> list[str]:
     if isinstance(keys, str):
         raise UnsupportedValueError("a list of keys is needed, not one str")
+    if not isinstance(keys, Iterable):
+        raise UnsupportedValueError(f"a list of keys is needed, not {keys!r}")
     return list(keys)
 
 

@@ -10,6 +10,7 @@ from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.calls.incarnations import check_incarnation, refs_of
 from torchstore_core.clients.calls.key_operations import KeyOperations
 from torchstore_core.clients.session.held_ref import HeldRef, caller
+from torchstore_core.clients.session.session import Session
 from torchstore_core.errors import (
     ConfigurationError,
     StoreTimeoutError,
@@ -65,22 +66,26 @@ class ReferenceOperations(KeyOperations):
     async def wait_any(
         self, refs: Iterable[R], *, num_returns: int = 1, timeout: float | None = None
     ) -> tuple[list[R], list[R]]:
-        """Wait until some of several values can be read.
+        """Wait until some of several values can be read, or are gone for good, which reading them
+        then says.
 
         Args:
             refs: keys, which are ready when they have a complete version; ``ObjectRef``, which are
-                ready when their key has that version or a newer one; ``HeldRef``, which always are.
-                Each at most once.
+                ready when their key has, or ever had, that version or a newer one; ``HeldRef``,
+                which always are. Each at most once.
             num_returns: how many to wait for.
-            timeout: seconds after which this returns with fewer; 0: at once.
+            timeout: seconds after which this returns with fewer; 0: at once; None: it takes as long
+                as it takes, whatever the store's timeout is.
 
         Returns:
             What is ready, at most ``num_returns`` of it, and all the others; each in the order of
             ``refs``.
 
         Raises:
-            ConfigurationError: ``num_returns`` is not between 1 and the number of refs, or one of
-                the refs comes twice.
+            ConfigurationError: ``num_returns`` is not between 1 and the number of refs, one of the
+                refs comes twice, or is held in another store.
+            UnsupportedValueError: something else than keys and references is given.
+            StoreClosedError: the server has ended.
         """
         with self._watch("wait_any", timeout) as clock:
             wanted = _listed(refs)
@@ -94,21 +99,25 @@ class ReferenceOperations(KeyOperations):
             if not wanted:
                 return [], []
             clock.entries, clock.key = len(wanted), _named(wanted[0]).key
-            flags = await self._wait_any(list(wanted), num_returns, clock)
+            flags = await self._wait_any(list(wanted), num_returns, clock, timeout is None)
         ready = [at for at, is_ready in enumerate(flags) if is_ready][:num_returns]
         chosen = set(ready)
         pending = [ref for at, ref in enumerate(wanted) if at not in chosen]
         return [wanted[at] for at in ready], pending
 
-    async def _wait_any(self, refs: list[AnyRef], count: int, clock: Clock) -> list[bool]:
+    async def _wait_any(
+        self, refs: list[AnyRef], count: int, clock: Clock, for_ever: bool
+    ) -> list[bool]:
         session, channel = self._here(clock) or await self._join(clock)
+        _check_held_here(refs, session)
         named = [_awaited(ref, session.welcome.incarnation) for ref in refs]
         if clock.timeout == 0:
             now = m.WaitAny(channel.next_id(), named, 0)
             return (await channel.call(now, m.Flags, STATE_S)).flags
         request = m.WaitAny(channel.next_id(), named, count)
         try:
-            return (await channel.call(request, m.Flags, clock.left())).flags
+            left = None if for_ever else clock.left()
+            return (await channel.call(request, m.Flags, left)).flags
         except StoreTimeoutError:
             channel.cancel(request.id)
             now = m.WaitAny(channel.next_id(), named, 0)
@@ -131,15 +140,18 @@ class ReferenceOperations(KeyOperations):
 
         Raises:
             UnsupportedValueError: something else than references is given.
+            ConfigurationError: one of them is held in another store.
         """
         with self._watch("free", timeout) as clock:
-            named = [_named(ref) for ref in _listed(refs)]
+            given = _listed(refs)
+            named = [_named(ref) for ref in given]
             if not all(ref.version for ref in named):
                 raise UnsupportedValueError("free takes references; a key is deleted with delete")
             clock.entries = len(named)
             if not named:
                 return 0
             session, channel = self._here(clock) or await self._join(clock)
+            _check_held_here(given, session)
             current = session.welcome.incarnation
             here = [ref for ref in named if ref.incarnation in (0, current)]
             which = [(r.key, r.version, r.timeline if r.incarnation else -1) for r in here]
@@ -190,4 +202,23 @@ def _awaited(ref: AnyRef, incarnation: int) -> tuple[str, int]:
 def _listed(refs: Iterable[R]) -> list[R]:
     if isinstance(refs, (str, ObjectRef, HeldRef)):
         raise UnsupportedValueError("a list of references is needed, not a single one")
+    if not isinstance(refs, Iterable):
+        raise UnsupportedValueError(f"a list of references is needed, not {refs!r}")
     return list(refs)
+
+
+def _check_held_here(refs: Iterable[object], session: Session) -> None:
+    """Check that no reference is one of another store, where it is held.
+
+    Raises:
+        ConfigurationError: one is.
+    """
+    here = session.welcome
+    for ref in refs:
+        if not isinstance(ref, HeldRef) or ref.ref.incarnation in (0, here.incarnation):
+            continue
+        if ref.store_name != here.store_name:
+            raise ConfigurationError(
+                f"{ref!r} belongs to store {ref.store_name!r}, and this is store "
+                f"{here.store_name!r}: ask that store"
+            )

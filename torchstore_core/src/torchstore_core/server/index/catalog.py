@@ -243,6 +243,20 @@ class Catalog:
             return stored.version + 1
         return self._deleted.get(key, self._version_floor) + 1
 
+    def was_there(self, key: str, version: int) -> bool:
+        """Whether a version of a key, or of an entry, that does not exist now did, or never can."""
+        if version < self.lowest_version(key):
+            return True
+        for base, _ in splits(key):
+            stored = self.newest.get(base)
+            if stored is None:
+                used = self._deleted.get(base, 0)
+            else:
+                used = stored.version if type(stored) is Manifest else 0
+            if version <= used:
+                return True
+        return False
+
     def replace(self, key: str, stored: Stored, version: int) -> list[Value]:
         """Make ``stored`` the newest version of a key that has a history. Returns the values that
         nothing holds any more.

@@ -87,13 +87,15 @@ class Waiting:
         return waiter
 
     def _is_there(self, key: str, version: int) -> bool:
-        """Whether there is no need to wait for a version: it, or a newer one, can be read. An
-        object without a key is there, or is gone for good.
+        """Whether there is no need to wait: the key (version 0) can be read, or the version can,
+        or a newer one, or it is gone for good. An object without a key always is one of these.
         """
         if not key:
             return True
         found = self._catalog.find(key)
-        return found is not None and found[1] >= version and not self._is_lost(found[0])
+        if version:
+            return self._catalog.was_there(key, version) if found is None else found[1] >= version
+        return found is not None and not self._is_lost(found[0])
 
     def forget(self, waiter: Waiter) -> None:
         """Drop a waiter without answering it."""

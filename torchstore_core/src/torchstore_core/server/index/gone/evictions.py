@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchstore_core import moments
 from torchstore_core.errors import EvictedError, VersionGoneError
-from torchstore_core.server.index.records import Stored, Value, all_values, release
+from torchstore_core.server.index.key_names import splits
+from torchstore_core.server.index.records import Manifest, Stored, Value, all_values, release
 
 if TYPE_CHECKING:
     from torchstore_core.server.index.catalog import Catalog
@@ -20,11 +21,14 @@ _MAX_REMEMBERED = 4096
 
 
 class Eviction(NamedTuple):
-    """The last version of a key that was evicted, its size in bytes, and when that was."""
+    """The last version of a key that was evicted, its size in bytes, when that was, and whether it
+    was a state dict.
+    """
 
     version: int
     nbytes: int
     at: float
+    is_state_dict: bool
 
 
 class Evictions:
@@ -82,7 +86,9 @@ class Evictions:
             return []
         last = going[-1]
         self.remembered.pop(key, None)
-        self.remembered[key] = Eviction(last.version, last.nbytes, moments.wall())
+        self.remembered[key] = Eviction(
+            last.version, last.nbytes, moments.wall(), type(last) is Manifest
+        )
         if len(self.remembered) > _MAX_REMEMBERED:
             forgotten = next(iter(self.remembered))
             del self.remembered[forgotten]
@@ -98,10 +104,12 @@ class Evictions:
     def missing_error(self, keys: Sequence[str]) -> EvictedError | None:
         """The error for keys that do not exist, if one of them was evicted."""
         for key in keys:
-            found = self.remembered.get(key)
+            found, what = self.remembered.get(key), repr(key)
+            if found is None:
+                found, what = self._of_entry(key)
             if found is not None:
                 return EvictedError(
-                    f"{key!r} was evicted {_ago(found.at)} ago to make room for others: version "
+                    f"{what} was evicted {_ago(found.at)} ago to make room for others: version "
                     f"{found.version}, {found.nbytes:,} bytes, had been put with "
                     'when_full="evictable". Put it again; what must stay is put with "spillable" '
                     'or "pinned"',
@@ -116,13 +124,25 @@ class Evictions:
                 )
         return None
 
+    def _of_entry(self, key: str) -> tuple[Eviction | None, str]:
+        """The eviction of the state dict of which a key may have been an entry, and what to call
+        it: which entries it had is forgotten with it.
+        """
+        for base, name in splits(key):
+            found = self.remembered.get(base)
+            if found is not None and found.is_state_dict and base not in self._catalog.newest:
+                return found, f"the state dict {base!r}, in which {name!r} is looked for,"
+        return None, ""
+
     def gone_error(self, key: str, version: int, now: Sequence[int]) -> VersionGoneError | None:
         """The error for a version that cannot be read, if it was evicted."""
-        found = self.remembered.get(key)
+        found, what = self.remembered.get(key), repr(key)
+        if found is None:
+            found, what = self._of_entry(key)
         if found is None or version != found.version:
             return None
         return VersionGoneError(
-            f"version {version} of {key!r} was evicted {_ago(found.at)} ago to make room for "
+            f"version {version} of {what} was evicted {_ago(found.at)} ago to make room for "
             'others; it had been put with when_full="evictable"',
             key=key,
             details={"current": max(now, default=0), "reason": "evicted", "evicted": found.at},
