@@ -80,7 +80,8 @@ class SnapshotCorruptError(SnapshotError):
 
 class SnapshotWriterError(SnapshotError):
     """The process that writes a snapshot in the background has ended, or the store that it was
-    staged in. The take is not committed.
+    staged in. The take is not committed; unless that was done just before the process was killed,
+    by it or by that of rank 0.
     """
 
     code = "snapshot-writer"

@@ -148,7 +148,8 @@ class WriterProcess:
     def _error(self) -> SnapshotWriterError:
         return SnapshotWriterError(
             f"the process that writes snapshots (pid {self._process.pid}) has ended with status "
-            f"{self._process.poll()}; the take is not committed, take the snapshot again"
+            f"{self._process.poll()}; the take is not committed, unless that was done just "
+            "before: if there is no such snapshot, take it again"
         )
 
     def close(self) -> None:
