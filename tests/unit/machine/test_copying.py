@@ -256,10 +256,12 @@ async def test_the_error_of_a_task_is_the_callers(nbytes: int) -> None:
 async def test_an_error_waits_for_the_tasks_that_run() -> None:
     gate = Gate()
     done = asyncio.Event()
+    failed = threading.Event()
 
     def fail() -> None:
-        while gate.running < 1:
+        while not gate.begun:
             pass
+        failed.set()
         raise OSError("bus")
 
     async def attempt() -> None:
@@ -272,7 +274,7 @@ async def test_an_error_waits_for_the_tasks_that_run() -> None:
     if copying.copy_threads() < 2:
         pytest.skip("needs two copy threads")
     running = asyncio.create_task(attempt())
-    await until(lambda: gate.begun == 1)
+    await until(failed.is_set)
     assert not done.is_set()
     gate.open.set()
     await running
