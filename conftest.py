@@ -145,6 +145,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
             if node in self.registered_collections:
                 super()._reschedule(node)
 
+        def remove_node(self, node: Any) -> str | None:
+            # What a process that died has left goes to the others, but neither the test that it
+            # died of, nor files that are complete: xdist waits for ever for a process that gets
+            # nothing else.
+            units = self.assigned_work.pop(node)
+            left = [test for unit in units.values() for test, done in unit.items() if not done]
+            if not left:
+                return None
+            for file, unit in units.items():
+                if left[0] in unit:
+                    unit[left[0]] = True
+                if not all(unit.values()):
+                    self.workqueue[file] = unit
+            for other in self.assigned_work:
+                self._reschedule(other)
+            return left[0]
+
     config.option.loadscopereorder = False
     return ByFile(config, log)
 
