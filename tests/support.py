@@ -9,9 +9,10 @@ import inspect
 import os
 import signal
 import socket
+import subprocess
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ __all__ = [
     "RUNTIMES",
     "SMALL",
     "bits",
+    "disk_of",
     "free_port",
     "halt",
     "named_memory",
@@ -146,6 +148,23 @@ async def running_store(runtime: str = "local", **arguments: Any) -> AsyncIterat
         yield client
     finally:
         await ts.shutdown(client.store_name)
+
+
+@contextmanager
+def disk_of(folder: Path, nbytes: int) -> Iterator[Path]:
+    """A new folder that is a file system of its own; skips the test if this process may not mount
+    one.
+    """
+    import pytest  # which processes of tests that import this module do not need
+
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(folder)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("this process may not mount a file system")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from tests.support import running_store, until
+from tests.support import disk_of, running_store, until
 
 import torchstore_core as ts
 from torchstore_cli.doctor.examination import examine
@@ -50,13 +49,8 @@ async def fill(nbytes: int = 4 * MB) -> tuple[int, ts.StoreFullError]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=9m", "tmpfs", str(folder)]
-    if subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("this process may not mount a file system")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    with disk_of(tmp_path / "disk", 9 << 20) as folder:
+        yield folder
 
 
 async def test_the_doctor_and_the_status_tell_of_it(small_disk, runtime):

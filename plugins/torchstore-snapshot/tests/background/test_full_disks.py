@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.support import until
+from tests.support import disk_of, until
 
 from torchstore_snapshot import RankFailedError, Snapshot, SnapshotNotFoundError
 from torchstore_snapshot.background import messages as m
@@ -32,13 +31,8 @@ Writer = _giving_up.Writer
 @pytest.fixture
 def tmp_path(tmp_path: Path) -> Iterator[Path]:
     """A disk of 1 MB, if this process may mount one."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    if subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("this process may not mount a file system")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    with disk_of(tmp_path / "disk", 1 << 20) as folder:
+        yield folder
 
 
 def fill(disk: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.processes import run_script
-from tests.support import until
+from tests.support import disk_of, until
 
 from torchstore_snapshot import Snapshot, StateDict, TakeLostError, gc
 from torchstore_snapshot.format.paths import claim_file
@@ -24,13 +24,8 @@ _PAGE = 4096
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
-    if subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("this process may not mount a file system")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    with disk_of(tmp_path / "disk", 4 << 20) as folder:
+        yield folder
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -10,7 +10,6 @@ import importlib
 import os
 import random
 import signal
-import subprocess
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from tests.processes import Script
-from tests.support import until
+from tests.support import disk_of, until
 
 from torchstore_snapshot import Snapshot, SnapshotNotFoundError, StateDict, gc
 from torchstore_snapshot.format.paths import MANIFEST
@@ -159,13 +158,8 @@ async def crashes(place: Place, mark: str, turns: list[tuple[str, str]]) -> None
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Place]:
     """A disk of 8 MB, if this process may mount one."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
-    if subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("this process may not mount a file system")
-    yield Place(str(folder / "series" / "s"), folder)
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    with disk_of(tmp_path / "disk", 8 << 20) as folder:
+        yield Place(str(folder / "series" / "s"), folder)
 
 
 async def test_one_of_two_ranks_is_killed_at_any_moment(disk: Place, mark: str) -> None:
