@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import torchstore_core as ts
+from torchstore_core.machine import copying
 from torchstore_core.values import TensorSlice
 from torchstore_snapshot import Snapshot, SnapshotCorruptError, StateDict
 from torchstore_snapshot.format.hashes import BLOCK, BLOCK_OF_V1, digest_of
@@ -59,9 +60,16 @@ def strided(like: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("verify", [True, "streaming"])
 @pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("compiled", [True, False])
 def test_damage_is_found(
-    folder: Path, verify: bool | Literal["streaming"], contiguous: bool
+    folder: Path,
+    verify: bool | Literal["streaming"],
+    contiguous: bool,
+    compiled: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if not compiled:
+        monkeypatch.setattr(copying, "_hash_runs", None)
     expected = state()
     own = state(1.0)
     if not contiguous:

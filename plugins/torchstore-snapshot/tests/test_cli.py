@@ -200,6 +200,11 @@ def test_gc_removes_what_dead_takes_left_and_older_snapshots(taken: Path) -> Non
     assert call("gc", taken.parent, "--keep-last", "1", "--json").json["dropped"] == ["a"]
     assert not taken.exists()
     assert Snapshot(taken.parent / "b").read_object("model/step") == 4
+    misspelt = call("gc", taken.parent / "c")
+    assert misspelt.status == 1
+    assert misspelt.err.startswith(
+        f"torchstore: snapshot-not-found: there is no folder '{taken.parent}/c'"
+    )
 
 
 def test_convert_makes_what_it_says(taken: Path) -> None:

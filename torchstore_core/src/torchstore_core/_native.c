@@ -7,7 +7,8 @@
  * before overwriting it, at half the memory's speed. A set of weights is larger than any cache, so
  * it is streamed however small its pieces are.
  *
- * Four pages are interleaved so that four DRAM rows and TLB entries are in flight.
+ * Four pages are interleaved so that four DRAM rows and TLB entries are in flight, unless that would
+ * make loads wait for stores (see ``look_same``): then lines are copied one after the other.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -15,10 +16,44 @@
 #include <stdint.h>
 #include <string.h>
 #if defined(__x86_64__)
-#include <emmintrin.h>
+#include <immintrin.h>
 #endif
 
 #define STREAM_MIN 16384
+
+#if defined(__x86_64__)
+/* Whether to the processor, which compares the last twelve bits of addresses first, a load from
+ * ``src`` or soon after it looks like one of what was just stored to ``dst``: then it waits for the
+ * store, which takes long for one that bypasses the cache. */
+static int look_same(const char *dst, const char *src) {
+    return (((uintptr_t)dst - (uintptr_t)src + 63) & 4095) < 512;
+}
+
+static void stream_line(char *to, const char *from) {
+    __m128i a = _mm_loadu_si128((const __m128i *)from);
+    __m128i b = _mm_loadu_si128((const __m128i *)(from + 16));
+    __m128i c = _mm_loadu_si128((const __m128i *)(from + 32));
+    __m128i d = _mm_loadu_si128((const __m128i *)(from + 48));
+    _mm_stream_si128((__m128i *)to, a);
+    _mm_stream_si128((__m128i *)(to + 16), b);
+    _mm_stream_si128((__m128i *)(to + 32), c);
+    _mm_stream_si128((__m128i *)(to + 48), d);
+}
+
+#define AHEAD 512
+
+/* Copies one line after the other, and prefetches what follows them at ``next``; returns how many
+ * bytes those lines have. */
+static size_t stream_lines(char *dst, const char *src, size_t n, const char *next) {
+    n &= ~(size_t)63;
+    size_t last = n > AHEAD ? n - AHEAD : 0;
+    for (size_t at = 0; at < n; at += 64) {
+        _mm_prefetch(at < last ? src + at + AHEAD : next + (at - last), _MM_HINT_T0);
+        stream_line(dst + at, src + at);
+    }
+    return n;
+}
+#endif
 
 static void copy_stream(char *dst, const char *src, size_t n) {
 #if defined(__x86_64__)
@@ -26,20 +61,15 @@ static void copy_stream(char *dst, const char *src, size_t n) {
         size_t head = (size_t)(-(uintptr_t)dst) & 63;
         memcpy(dst, src, head);
         dst += head; src += head; n -= head;
+        if (look_same(dst, src)) {
+            size_t done = stream_lines(dst, src, n, src + n);
+            dst += done; src += done; n -= done;
+        }
         while (n >= 4 * 4096) {
             for (size_t at = 0; at < 4096; at += 64) {
                 for (size_t page = 0; page < 4; page++) {
-                    const char *from = src + page * 4096 + at;
-                    char *to = dst + page * 4096 + at;
-                    _mm_prefetch(from + 256, _MM_HINT_T0);
-                    __m128i a = _mm_loadu_si128((const __m128i *)from);
-                    __m128i b = _mm_loadu_si128((const __m128i *)(from + 16));
-                    __m128i c = _mm_loadu_si128((const __m128i *)(from + 32));
-                    __m128i d = _mm_loadu_si128((const __m128i *)(from + 48));
-                    _mm_stream_si128((__m128i *)to, a);
-                    _mm_stream_si128((__m128i *)(to + 16), b);
-                    _mm_stream_si128((__m128i *)(to + 32), c);
-                    _mm_stream_si128((__m128i *)(to + 48), d);
+                    _mm_prefetch(src + page * 4096 + at + 256, _MM_HINT_T0);
+                    stream_line(dst + page * 4096 + at, src + page * 4096 + at);
                 }
             }
             src += 4 * 4096; dst += 4 * 4096; n -= 4 * 4096;
@@ -152,17 +182,8 @@ static void stream_rows(char *dst, const char *src, size_t n, int rows, ptrdiff_
     }
     for (size_t at = 0; at < lines; at += 64) {
         for (int row = 0; row < rows; row++) {
-            const char *of = from[row] + at;
-            char *at_line = to[row] + at;
-            _mm_prefetch(of + rows * src_step, _MM_HINT_T0);
-            __m128i a = _mm_loadu_si128((const __m128i *)of);
-            __m128i b = _mm_loadu_si128((const __m128i *)(of + 16));
-            __m128i c = _mm_loadu_si128((const __m128i *)(of + 32));
-            __m128i d = _mm_loadu_si128((const __m128i *)(of + 48));
-            _mm_stream_si128((__m128i *)at_line, a);
-            _mm_stream_si128((__m128i *)(at_line + 16), b);
-            _mm_stream_si128((__m128i *)(at_line + 32), c);
-            _mm_stream_si128((__m128i *)(at_line + 48), d);
+            _mm_prefetch(from[row] + at + rows * src_step, _MM_HINT_T0);
+            stream_line(to[row] + at, from[row] + at);
         }
     }
     for (int row = 0; row < rows; row++) {
@@ -172,10 +193,36 @@ static void stream_rows(char *dst, const char *src, size_t n, int rows, ptrdiff_
 }
 #endif
 
+#if defined(__x86_64__)
+/* Copies one row after the other. */
+static void stream_each(char *dst, const char *src, size_t n, size_t rows, ptrdiff_t dst_step,
+                        ptrdiff_t src_step) {
+    for (; rows > 0; rows--, dst += dst_step, src += src_step) {
+        size_t head = (size_t)(-(uintptr_t)dst) & 63;
+        memcpy(dst, src, head);
+        size_t done = head + stream_lines(dst + head, src + head, n - head, src + src_step);
+        memcpy(dst + done, src + done, n - done);
+    }
+}
+
+/* Whether in many of the pairs of TOGETHER rows, the lines of the one look like those of the other. */
+static int rows_look_same(const char *dst, const char *src, ptrdiff_t dst_step, ptrdiff_t src_step) {
+    int same = 0;
+    for (int to = 0; to < TOGETHER; to++)
+        for (int from = 0; from < TOGETHER; from++)
+            same += look_same(dst + to * dst_step, src + from * src_step);
+    return same > TOGETHER;
+}
+#endif
+
 static void copy_grid(char *dst, const char *src, size_t n, size_t rows,
                       ptrdiff_t dst_step, ptrdiff_t src_step, int stream) {
 #if defined(__x86_64__)
     if (stream && n >= 256) {
+        if (rows_look_same(dst, src, dst_step, src_step)) {
+            stream_each(dst, src, n, rows, dst_step, src_step);
+            rows = 0;
+        }
         while (rows > 0) {
             int some = rows < TOGETHER ? (int)rows : TOGETHER;
             stream_rows(dst, src, n, some, dst_step, src_step);
@@ -211,6 +258,9 @@ static PyObject *copy_rows(PyObject *self, PyObject *args) {
 
 /* transfer(fd, rows, sending, more): in _native_transfer.c. */
 extern PyObject *torchstore_transfer(PyObject *self, PyObject *args);
+
+/* hash_runs(runs): in _native_hashing.c. */
+extern PyObject *torchstore_hash_runs(PyObject *self, PyObject *list);
 
 /* The part of DLPack 1.x for inspecting tensors without torch's headers; see dlpack.h. */
 typedef struct {
@@ -475,6 +525,8 @@ failed:
  * counts. */
 #define SUM_LANES 8
 #define SUM_STRIPES 16
+#define SUM_STRIPE (SUM_LANES * sizeof(uint64_t))
+#define SUM_TURN 0xc2b2ae3d27d4eb4fULL
 
 static const uint64_t sum_keys[SUM_LANES] = {
     0xbe4ba423396cfeb8ULL, 0x1cad21f72c81017cULL, 0xdb979083e96dd4deULL, 0x1f67b3b7a4a44072ULL,
@@ -499,18 +551,65 @@ static void sum_scramble(uint64_t *acc) {
 #if defined(__GNUC__) && !defined(__clang__)
 __attribute__((optimize("O3")))
 #endif
+static void sum_block(uint64_t *acc, const char *from, size_t stripes) {
+    for (uint64_t turn = 0; turn < stripes; turn++, from += SUM_STRIPE)
+        sum_stripe(acc, from, turn * SUM_TURN);
+    sum_scramble(acc);
+}
+
+#if defined(__x86_64__)
+/* The same for whole blocks, with four lanes in a register. */
+__attribute__((target("avx2"))) static size_t sum_blocks_avx2(uint64_t *acc, const char *from,
+                                                              size_t nbytes) {
+    const __m256i *keys = (const __m256i *)sum_keys;
+    const __m256i prime = _mm256_set1_epi64x(0x9e3779b1), step = _mm256_set1_epi64x((int64_t)SUM_TURN);
+    __m256i sums[2], first[2];
+    size_t done = 0;
+    for (int half = 0; half < 2; half++) {
+        sums[half] = _mm256_loadu_si256((const __m256i *)acc + half);
+        first[half] = _mm256_loadu_si256(keys + half);
+    }
+    while (nbytes - done >= SUM_STRIPES * SUM_STRIPE) {
+        __m256i turned[2] = {first[0], first[1]};
+        for (int turn = 0; turn < SUM_STRIPES; turn++, done += SUM_STRIPE) {
+            for (int half = 0; half < 2; half++) {
+                __m256i words = _mm256_loadu_si256((const __m256i *)(from + done) + half);
+                __m256i mixed = _mm256_xor_si256(words, turned[half]);
+                __m256i product = _mm256_mul_epu32(mixed, _mm256_srli_epi64(mixed, 32));
+                __m256i swapped = _mm256_shuffle_epi32(words, 0x4e);
+                sums[half] = _mm256_add_epi64(sums[half], _mm256_add_epi64(product, swapped));
+                turned[half] = _mm256_add_epi64(turned[half], step);
+            }
+        }
+        for (int half = 0; half < 2; half++) {
+            __m256i mixed = _mm256_xor_si256(sums[half], _mm256_srli_epi64(sums[half], 47));
+            mixed = _mm256_xor_si256(mixed, first[half]);
+            __m256i high = _mm256_mul_epu32(_mm256_srli_epi64(mixed, 32), prime);
+            sums[half] = _mm256_add_epi64(_mm256_mul_epu32(mixed, prime), _mm256_slli_epi64(high, 32));
+        }
+    }
+    for (int half = 0; half < 2; half++)
+        _mm256_storeu_si256((__m256i *)acc + half, sums[half]);
+    return done;
+}
+#endif
+
 static uint64_t sum_bytes(const char *from, size_t nbytes) {
     uint64_t acc[SUM_LANES], total = nbytes * 0x9e3779b185ebca87ULL;
-    char last[SUM_LANES * 8] = {0};
+    char last[SUM_STRIPE] = {0};
     size_t left = nbytes;
     memcpy(acc, sum_keys, sizeof acc);
-    while (left >= sizeof acc) {
-        for (uint64_t turn = 0; turn < SUM_STRIPES && left >= sizeof acc; turn++) {
-            sum_stripe(acc, from, turn * 0xc2b2ae3d27d4eb4fULL);
-            from += sizeof acc;
-            left -= sizeof acc;
-        }
-        sum_scramble(acc);
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx2")) {
+        size_t done = sum_blocks_avx2(acc, from, nbytes);
+        from += done; left -= done;
+    }
+#endif
+    while (left >= SUM_STRIPE) {
+        size_t stripes = left / SUM_STRIPE < SUM_STRIPES ? left / SUM_STRIPE : SUM_STRIPES;
+        sum_block(acc, from, stripes);
+        from += stripes * SUM_STRIPE;
+        left -= stripes * SUM_STRIPE;
     }
     memcpy(last, from, left);
     sum_stripe(acc, last, 1);
@@ -598,6 +697,9 @@ static PyMethodDef methods[] = {
     {"copy_rows", copy_rows, METH_VARARGS,
      "copy_rows(grids, stream)\n\nCopy each (dst, src, nbytes, rows, dst step, src step) of an int64\n"
      "buffer, row by row, GIL released."},
+    {"hash_runs", torchstore_hash_runs, METH_O,
+     "hash_runs(runs)\n\nThe XXH3 (128 bits) of each (destination or 0, source, nbytes), which is copied on the\n"
+     "way, GIL released; None if the processor has no AVX2."},
     {"transfer", torchstore_transfer, METH_VARARGS,
      "transfer(fd, rows, sending, more)\n\nSend or receive each (address, nbytes, rows, stride) of an "
      "int64\nbuffer, GIL released; the number of bytes."},

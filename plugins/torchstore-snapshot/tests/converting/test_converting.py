@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from tests.support import disk_of
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 import torchstore_core as ts
@@ -26,7 +27,7 @@ from torchstore_snapshot import (
     SnapshotNotFoundError,
     StateDict,
 )
-from torchstore_snapshot.converting import convert, detect
+from torchstore_snapshot.converting import Kind, convert, detect
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 DATA = Path(__file__).parent / "data"
@@ -355,6 +356,20 @@ def test_a_rank_that_cannot_be_read_leaves_nothing_of_the_others(tmp_path: Path)
 
 
 # ---- what cannot be converted -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["dcp", "safetensors", "torchsnapshot", "snapshot"])
+def test_a_full_disk(tmp_path: Path, to: Kind) -> None:
+    """The error is that of the disk, whatever the library that writes makes of it."""
+    state = {f"w{i}": torch.rand(500_000) for i in range(3)}
+    Snapshot.take(tmp_path / "s", {"m": StateDict(**state)}, fsync=False)
+    with disk_of(tmp_path / "disk", 4 << 20) as disk:
+        source = tmp_path / "s"
+        if to == "snapshot":
+            convert(source, source := tmp_path / "plain", to="safetensors")
+        with pytest.raises(OSError, match="No space left"):
+            convert(source, disk / "out", to=to)
+        assert not [path for path in disk.rglob("*") if path.is_file()]
 
 
 def test_what_cannot_be_converted(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -256,13 +255,14 @@ async def test_what_is_flushed_and_when(tmp_path: Path) -> None:
     first, second, third = _split(rest, "rename a/c/1/snapshot.json", "rename a/b/1/snapshot.json")
     assert {"fsync a/c", "fsync a"} <= {*first[0]}  # two folders are new
     for before, after, folder in ((*first, "a/c/1"), (*second, "a/b/1"), (*third, "a/b/1")):
-        tail = before[-3:]
+        tail = before[-4:]
         assert tail == [
             f"fsync {folder}/.snapshot.json-T.tmp",
             f"fsync {folder}",
+            f"fsync {folder.rpartition('/')[0]}",
             f"rename {folder}/snapshot.json",
         ]
-        assert f"fsync {folder}/m-T-0-0.safetensors" in before[:-3]
+        assert f"fsync {folder}/m-T-0-0.safetensors" in before[:-4]
         assert after[0] == f"fsync {folder}"
     for (_, after), folder in ((first, "a/c/1"), (third, "a/b/1")):  # the other one has no map
         assert f"fsync {folder}/.m.safetensors.index.json-T.tmp" in after
@@ -276,11 +276,9 @@ def _split(calls: list[str], first: str, other: str) -> list[tuple[list[str], li
     """For each take, the calls up to that which makes it visible, and those after it."""
     at = [i for i, call in enumerate(calls) if call in (first, other)]
     assert [calls[i] for i in at] == [first, other, other]
-    # A take begins with flushing the folder above its own.
-    begins = [
-        0,
-        *(next(n for n in range(i, j) if calls[n] == "fsync a/b") for i, j in pairwise(at)),
-    ]
+    # A take begins with flushing what it has written.
+    data = "fsync a/b/1/m-T-0-0.safetensors"
+    begins = [0, *(calls.index(data, i) for i in at[:-1])]
     ends = [*begins[1:], len(calls)]
     return [(calls[b : i + 1], calls[i + 1 : e]) for b, i, e in zip(begins, at, ends, strict=True)]
 

@@ -32,14 +32,20 @@ try:
     from torchstore_core._native import copy_columns as _native_columns
 except ImportError:  # or from older source than this
     _native_columns = None  # type: ignore[assignment]
+try:
+    from torchstore_core._native import hash_runs as _native_hash_runs
+except ImportError:
+    _native_hash_runs = None  # type: ignore[assignment]
 _copy_runs: Callable[[list[Run], int, bool, bool], None] | None = _native_runs
 _copy_columns: Callable[[list[int], list[int], list[int], int, bool, bool], None] | None = (
     _native_columns
 )
 _copy_rows: Callable[[array[int], bool], None] | None = _native_rows
+_hash_runs: Callable[[list[Run]], bytes | None] | None = _native_hash_runs
 
 __all__ = [
     "CHUNK",
+    "HASH_MIN",
     "CopyJob",
     "chunk_size",
     "copy_columns",
@@ -51,6 +57,7 @@ __all__ = [
     "cut_grids",
     "grids",
     "has_native",
+    "hash_runs",
     "plan",
     "run",
 ]
@@ -64,6 +71,8 @@ DIRECT_MAX = 512 << 10
 OVERLAP_MIN = 32 << 20
 #: From this many bytes, a batch is copied with streaming stores that bypass the cache.
 STREAM_MIN = 4 << 20
+#: Fewer bytes are not hashed by :func:`hash_runs`: XXH3 has other formulas for them.
+HASH_MIN = 241
 
 # Rows of fewer bytes, and copies that need more grids than this, are left to torch.
 _ROW_MIN = 256
@@ -107,6 +116,18 @@ def copy_runs(runs: Iterable[Run], base: int, *, into: bool, stream: bool) -> No
             ctypes.memmove(base + offset, address, nbytes)
         else:
             ctypes.memmove(address, base + offset, nbytes)
+
+
+def hash_runs(runs: list[Run]) -> list[bytes] | None:
+    """Return the hash of each ``(destination address or 0, source address, nbytes)``: XXH3 with 128
+    bits, without a seed. Runs with a destination are copied on the way, past the cache. None, and
+    nothing is copied, if there is no compiled module, or the processor has no AVX2.
+
+    Raises:
+        ValueError: a run has fewer than ``HASH_MIN`` bytes; nothing was copied.
+    """
+    found = None if _hash_runs is None else _hash_runs(runs)
+    return None if found is None else [found[at : at + 16] for at in range(0, len(found), 16)]
 
 
 def copy_columns(

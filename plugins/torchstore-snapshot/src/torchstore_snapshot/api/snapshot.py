@@ -202,7 +202,7 @@ class Snapshot:
                 restore what does.
             verify: True: compare hashes before anything is written, so that a damaged snapshot
                 changes nothing on any rank; everything is read twice for that. ``"streaming"``:
-                compare them on the way, which is almost as fast as not at all; after
+                compare them on the way, which is about as fast as not at all; after
                 SnapshotCorruptError (on other ranks: RankFailedError), the contents of the
                 tensors are then undefined on all ranks. False: compare nothing. Names, shapes, and
                 whether files are there are compared before anything is written in any case. There

@@ -4,10 +4,12 @@ imported only when they are called: to clean up needs no torch.
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING
 
 from torchstore_snapshot.cli import reports
+from torchstore_snapshot.errors import SnapshotNotFoundError
 from torchstore_snapshot.storage.settings import current
 
 if TYPE_CHECKING:
@@ -19,9 +21,20 @@ __all__ = ["collect", "converted"]
 def collect(path: str, keep_last: int | None, *, dry_run: bool) -> reports.Collected:
     """Remove what no snapshot and no running take needs. See ``torchstore_snapshot.series.gc``,
     whose errors this raises.
+
+    Raises:
+        SnapshotNotFoundError: there is no such folder. (A program may clean up before its first
+            take; who writes a command has misspelt the path.)
     """
     from torchstore_snapshot.series.gc import gc
+    from torchstore_snapshot.storage.local import LocalStorage
+    from torchstore_snapshot.storage.opening import open_storage
 
+    storage = open_storage(path)
+    if isinstance(storage, LocalStorage) and not os.path.exists(storage.url):
+        raise SnapshotNotFoundError(
+            f"there is no folder {storage.url!r}", details={"path": storage.url}
+        )
     done = gc(path, keep_last=keep_last, dry_run=dry_run, storage_options=current())
     return reports.Collected(
         path=done.path,

@@ -169,6 +169,7 @@ def to_dcp(
     Raises:
         UnsafeObjectError: a value was pickled.
         SnapshotCorruptError: the snapshot is damaged.
+        OSError: the folder cannot be written to, for example because the disk is full.
     """
     state = unfolded(files, manifest, rank, key, allow_pickle=allow_pickle)
     metadata: Metadata = described(state)
@@ -177,7 +178,23 @@ def to_dcp(
     parts = [SavePlan(items) for items in _grouped(state, metadata, file_max)]
     parts = writer.prepare_global_plan([writer.prepare_local_plan(part) for part in parts])
     planner = _Giver(files, state)
-    writer.finish(metadata, [writer.write_data(part, planner).value() for part in parts])
+    try:
+        writer.finish(metadata, [writer.write_data(part, planner).value() for part in parts])
+    except RuntimeError as error:
+        failed = _storage_error(error)
+        if failed is None:
+            raise
+        raise failed from error
+
+
+def _storage_error(error: BaseException) -> OSError | None:
+    """The error of a file because of which torch could not finish an archive: what it raises then
+    says nothing about it.
+    """
+    before = error.__context__
+    while before is not None and not isinstance(before, OSError):
+        before = before.__context__
+    return before
 
 
 class _Giver(DefaultSavePlanner):

@@ -211,6 +211,8 @@ def to_safetensors(
         data = msgspec.json.format(msgspec.json.encode(index))
         with open(os.path.join(folder, f"model{_INDEX}"), "wb") as file:
             file.write(data)
+    if fsync:
+        storage.flush([f"model{_INDEX}"] if len(groups) > 1 else [])
 
 
 def _nbytes(entry: TensorEntry, path: str) -> int:

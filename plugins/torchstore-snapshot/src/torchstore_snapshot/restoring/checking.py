@@ -8,11 +8,14 @@ from typing import NamedTuple
 
 import xxhash
 
-from torchstore_snapshot.format.hashes import HASH, block_hash, blocks, combined
+from torchstore_core.machine.copying import Run
+from torchstore_snapshot.format.hashes import HASH, blocks, combined
 from torchstore_snapshot.format.manifest import Piece
 from torchstore_snapshot.progress import Advance
 from torchstore_snapshot.restoring.fetching import REQUESTS, WINDOW, Fetched, Span, windows
 from torchstore_snapshot.restoring.files import Files
+from torchstore_snapshot.restoring.hashing import hashes_of
+from torchstore_snapshot.restoring.mappings import address_of
 from torchstore_snapshot.threads import run_tasks
 
 __all__ = ["UNLIMITED", "Limits", "Range", "check_ranges", "checkable", "covering", "holds"]
@@ -20,8 +23,9 @@ __all__ += ["united", "whole_piece"]
 
 # Bytes that are hashed at a time where a file cannot be mapped: they stay in the cache.
 _SCRATCH = 256 << 10
-# Blocks are checked in groups of about this size, so that small pieces cost no task each.
-_GROUP = 1 << 20
+# Blocks are checked in groups of about this size: several are read in turn, and small pieces cost
+# no task each.
+_GROUP = 16 << 20
 
 
 class Limits(NamedTuple):
@@ -198,16 +202,21 @@ def _check(
 def _hash_blocks(
     files: Files | Fetched, group: Sequence[_Block], advance: Advance | None, limits: Limits
 ) -> None:
+    mapped: list[_Block] = []
+    runs: list[Run] = []
     for block in group:
         piece = block.of.piece
         start, nbytes = piece.start + block.begin, block.end - block.begin
         window = files.window(piece.file, start, nbytes)
         if window is not None:
-            block.found[block.number] = block_hash(window)
+            mapped.append(block)
+            runs.append((0, address_of(window), nbytes))
         else:
             block.found[block.number] = _hash_read(files, block.of, start, nbytes, limits)
-        if advance is not None:
-            advance(nbytes)
+    for block, digest in zip(mapped, hashes_of(runs), strict=True):
+        block.found[block.number] = digest
+    if advance is not None:
+        advance(sum(block.end - block.begin for block in group))
 
 
 def _hash_read(files: Files | Fetched, of: Range, start: int, nbytes: int, limits: Limits) -> bytes:

@@ -159,7 +159,7 @@ class Fetched:
     def block(self, index: int) -> int:
         return self._files.block(index)
 
-    def map(self, index: int, nbytes: int | None = None) -> None:
+    def map(self, index: int, ranges: Sequence[tuple[int, int]] | None = None) -> None:
         """What is needed is in memory already."""
 
     def window(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import NamedTuple
 
 from torchstore_snapshot.errors import SnapshotCorruptError
 from torchstore_snapshot.format.manifest import Manifest, Piece
-from torchstore_snapshot.restoring.mappings import expect_ranges, populate
+from torchstore_snapshot.restoring.mappings import MappedFile
 from torchstore_snapshot.storage.base import Maps, Reader, Storage
 
 __all__ = ["Files", "Rows"]
@@ -24,6 +24,11 @@ class Rows(NamedTuple):
     nbytes: int
     stride: int
 
+    @property
+    def apart(self) -> bool:
+        """Whether each part is read on its own: more than a page lies between two."""
+        return self.stride - self.nbytes > mmap.PAGESIZE
+
 
 class Files:
     """The data files of a snapshot, opened when they are first needed. A context manager."""
@@ -32,7 +37,7 @@ class Files:
         self._storage = storage
         self._manifest = manifest
         self._open: dict[int, Reader] = {}
-        self._mapped: dict[int, memoryview | None] = {}
+        self._mapped: dict[int, MappedFile | None] = {}
 
     def __enter__(self) -> Files:
         return self
@@ -94,12 +99,13 @@ class Files:
         folder = self._manifest.files[index].snapshot
         return self._storage.sibling(folder) if folder else self._storage
 
-    def map(self, index: int, nbytes: int | None = None) -> None:
+    def map(self, index: int, ranges: Sequence[tuple[int, int]] | None = None) -> None:
         """Map a file that :meth:`reader` has opened, if its storage can; nothing is read by that.
         Called by one thread at a time.
 
         Args:
-            nbytes: how many of its bytes will be read; None: all.
+            ranges: the first byte and the end of each range of which everything will be read, in
+                order and without overlaps; None: all of the file.
         """
         if index in self._mapped:
             return
@@ -107,12 +113,12 @@ class Files:
         self._mapped[index] = None
         if isinstance(reader, Maps) and reader.nbytes:
             try:
-                whole = reader.map(0, reader.nbytes, populate=False)
+                whole = memoryview(reader.map(0, reader.nbytes, populate=False))
             except OSError:  # no address space, or a file system that cannot: it is read instead
                 return
-            self._mapped[index] = memoryview(whole)
-            if nbytes is not None and nbytes < _MOST * reader.nbytes:
-                expect_ranges(memoryview(whole))
+            if sum(end - begin for begin, end in ranges or ()) >= _MOST * reader.nbytes:
+                ranges = None
+            self._mapped[index] = MappedFile(whole, ranges)
 
     def window(
         self, index: int, start: int, nbytes: int, rows: Rows | None = None
@@ -124,13 +130,12 @@ class Files:
             rows: which parts of it are needed; None: all of it. These are in memory when this
                 returns.
         """
-        whole = self._mapped.get(index)
-        if whole is None or not nbytes:
+        mapped = self._mapped.get(index)
+        if mapped is None or not nbytes:
             return None
-        for begin, end in _needed(start, nbytes, rows):
-            if not populate(whole[begin - begin % mmap.PAGESIZE : end]):
-                return None
-        return whole[start : start + nbytes]
+        if not all(mapped.populate(*each) for each in _needed(start, nbytes, rows)):
+            return None
+        return mapped.memory[start : start + nbytes]
 
     def corrupt(self, index: int, what: str, path: str | None = None) -> SnapshotCorruptError:
         """Return the error for a damaged file; ``path`` is the tensor concerned."""
@@ -148,10 +153,8 @@ class Files:
 
 
 def _needed(start: int, nbytes: int, rows: Rows | None) -> Iterator[tuple[int, int]]:
-    """The first byte and the end of what has to be read of a range: rows that are at most a page
-    apart are read together.
-    """
-    if rows is None or rows.stride - rows.nbytes <= mmap.PAGESIZE:
+    """The first byte and the end of what has to be read of a range."""
+    if rows is None or not rows.apart:
         yield start, start + nbytes
         return
     for begin in range(start, start + nbytes, rows.stride):

@@ -19,6 +19,7 @@ from torchstore_snapshot.progress import Advance
 from torchstore_snapshot.restoring.checking import Limits, Range, checkable
 from torchstore_snapshot.restoring.fetching import Fetched
 from torchstore_snapshot.restoring.files import Files, Rows
+from torchstore_snapshot.restoring.hashing import hashes_of
 from torchstore_snapshot.restoring.mappings import address_of
 from torchstore_snapshot.taking.writing import bytes_of
 
@@ -26,8 +27,7 @@ __all__ = ["Read", "fills", "strides_of", "tasks"]
 
 # Bytes that one task moves.
 _PART = 16 << 20
-# Bytes that are hashed and then copied at a time: what was hashed is still in the cache of the
-# processor's own when it is copied, so that memory is read once for both.
+# Bytes that are read and hashed at a time where a file cannot be mapped: they stay in the cache.
 _STEP = 256 << 10
 
 
@@ -177,41 +177,36 @@ def _fill(
     files: Files | Fetched, group: Sequence[_Part], advance: Advance | None, limits: Limits
 ) -> None:
     """Fill parts of one file, which are in order. Parts that touch each other in the file are
-    mapped together, and what needs no hash is copied in one call.
+    mapped together. What needs a hash is copied in one call, and what needs none in another.
     """
-    plain: list[tuple[int, int, int]] = []
+    plain: list[copying.Run] = []
+    hashed: list[copying.Run] = []
+    found: list[tuple[dict[int, bytes], int]] = []
     at = 0
     while at < len(group):
         last = at + 1
         while last < len(group) and group[last].start == group[last - 1].end:
             last += 1
         start = group[at].start
-        run = group[at:last]
-        window = files.window(run[0].read.piece.file, start, run[-1].end - start)
-        for part in run:
+        window = files.window(group[at].read.piece.file, start, group[last - 1].end - start)
+        for part in group[at:last]:
             if window is None:
                 _fill_by_reading(files, part, limits)
                 continue
             source = window[part.start - start : part.end - start]
+            run = address_of(part.memory), address_of(source), len(source)
             if part.found is None:
-                plain.append((address_of(part.memory), address_of(source), len(source)))
+                plain.append(run)
             else:
-                part.found[part.number] = _copy_hashed(part.memory, source)
+                hashed.append(run)
+                found.append((part.found, part.number))
         at = last
     # Faster than reading: with stores that bypass the cache.
     copying.copy_pieces(plain, stream=True)
+    for (hashes, number), digest in zip(found, hashes_of(hashed), strict=True):
+        hashes[number] = digest
     if advance is not None:
         advance(sum(len(part.memory) for part in group))
-
-
-def _copy_hashed(memory: memoryview, source: memoryview) -> bytes:
-    hasher = xxhash.xxh3_128()
-    to, of, nbytes = address_of(memory), address_of(source), len(source)
-    for at in range(0, nbytes, _STEP):
-        size = min(_STEP, nbytes - at)
-        hasher.update(source[at : at + size])
-        copying.copy_pieces([(to + at, of + at, size)], stream=True)
-    return hasher.digest()
 
 
 def _fill_by_reading(files: Files | Fetched, part: _Part, limits: Limits) -> None:

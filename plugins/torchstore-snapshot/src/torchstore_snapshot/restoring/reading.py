@@ -35,6 +35,7 @@ from torchstore_snapshot.restoring.fetching import (
     Fetched,
     Span,
     hold_max,
+    merged,
     windows,
 )
 from torchstore_snapshot.restoring.files import Files
@@ -171,19 +172,27 @@ def _execute(
     limits: Limits,
     ready: Callable[[], None] | None = None,
 ) -> None:
+    if limits.nbytes is None and isinstance(files, Files) and files.remote:
+        _execute_remote(files, reads, check, advance, ready)
+        return
+    checked = _ranges(files, reads, check)
     if limits.nbytes is None:
-        if isinstance(files, Files) and files.remote:
-            _execute_remote(files, reads, check, advance, ready)
-            return
-        needed: dict[int, int] = {}
-        for read in reads:
-            needed[read.piece.file] = needed.get(read.piece.file, 0) + read.target.nbytes
-        for index, nbytes in needed.items():
-            files.map(index, nbytes)
-    check_ranges(files, _ranges(files, reads, check), advance, limits)
+        _map(files, reads, checked)
+    check_ranges(files, checked, advance, limits)
     if ready is not None:
         ready()
     _carry_out(files, reads, check, advance, limits)
+
+
+def _map(files: Files | Fetched, reads: Sequence[Read], checked: Sequence[Range]) -> None:
+    """Map what will be read and checked."""
+    dense = (read for read in reads if read.rows is None or not read.rows.apart)
+    spans = [Span(read.piece.file, *read.span) for read in dense] + [of.span for of in checked]
+    ranges: dict[int, list[tuple[int, int]]] = {read.piece.file: [] for read in reads}
+    for file, begin, end in merged(spans, 0):
+        ranges[file].append((begin, end))
+    for file, of in ranges.items():
+        files.map(file, of)
 
 
 def _carry_out(

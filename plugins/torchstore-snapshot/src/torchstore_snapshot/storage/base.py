@@ -129,8 +129,8 @@ class Storage(Protocol):
         """Make the folder if there is none.
 
         Args:
-            durable: the folder, and those above it that had to be made, would survive a power
-                failure when this returns.
+            durable: the folders above it that had to be made would survive a power failure when
+                this returns. The folder itself does when something in it was published, or flushed.
 
         Raises:
             NotAtomicError: :meth:`publish` could not work here.

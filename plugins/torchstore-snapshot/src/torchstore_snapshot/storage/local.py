@@ -134,9 +134,9 @@ class LocalStorage:
             made.append(above)
             above = os.path.dirname(above)
         os.makedirs(self._path, exist_ok=True)
-        if durable:  # the entry of the folder in the one above it, which may be as new
-            for folder in [os.path.dirname(each) for each in made or [self._path]]:
-                _flush(folder)
+        if durable:  # publish() flushes the entry of the folder itself
+            for folder in made[1:]:
+                _flush(os.path.dirname(folder))
         self._try_publishing()
 
     def _try_publishing(self) -> None:
@@ -192,7 +192,9 @@ class LocalStorage:
             writer.write(0, data)
             writer.close(durable=durable)
             if durable:
-                _flush(self._path)  # the entries of the data files, which must not appear later
+                # The entries of the data files, and that of the folder, must not appear later.
+                _flush(self._path)
+                _flush(os.path.dirname(self._path))
             if overwrite:
                 os.rename(whole, self._in(name))
             else:
