@@ -118,6 +118,38 @@ async def test_a_disk_that_others_fill(small_disk, runtime):
         assert (await ts.status()).spill.trouble != "No space left on device"
 
 
+async def test_a_get_that_a_full_disk_keeps_waiting(tmp_path, runtime):
+    """Its time-out tells of the disk and of readers, and it is refused when nothing happens."""
+    with disk_of(tmp_path / "disk", 40 * MB) as disk:
+        async with running_store(
+            runtime, capacity=16 * MB, spill=disk, when_full="spillable", timeout=60
+        ):
+            await ts.put("small", value(1, MB))
+            await ts.put("large", value(2))
+            pinned = [f"pinned{at}" for at in range(3)]
+            for key in pinned:
+                await ts.put(key, value(3), when_full="pinned")
+            assert await away("small")
+            assert await away("large")
+            left = os.statvfs(disk)
+            (disk / "filler").write_bytes(bytes(left.f_bavail * left.f_frsize))
+            await ts.delete_batch(pinned)
+            for at in range(3):
+                await ts.put(f"k{at}", value(at))
+            held = await ts.get("small")
+            for timeout, kind in ((3, ts.StoreTimeoutError), (None, ts.StoreFullError)):
+                with pytest.raises(kind, match="No space left on device") as caught:
+                    await ts.get("large", timeout=timeout)
+                if timeout:
+                    why = caught.value.details["waiting_for"]
+                    assert "readers held 1.0 MiB" in why
+                    assert str(disk) in why
+            assert caught.value.details["spill"] == "No space left on device"
+            assert torch.equal(held, value(1, MB))
+            (disk / "filler").unlink()
+            assert torch.equal(await ts.get("large"), value(2))
+
+
 async def test_a_capacity_of_its_own(runtime, tmp_path):
     async with running_store(
         runtime, capacity=16 * MB, spill=tmp_path, spill_capacity=8 * MB, when_full="spillable"

@@ -58,7 +58,7 @@ def test_a_gap_that_was_found_does_not_mean_that_the_disk_takes_more(
     file = SpillFile(str(tmp_path), None)
     mover = Mover(file, [], [segment], ended.put)
     values = Residency()
-    mover.begin(values, lambda: None, lambda tracked: None)
+    mover.begin(values, lambda is_progress: None, lambda tracked: None)
 
     def add(key: str, offset: int) -> Tracked:
         meta = TensorMeta("uint8", (_MB,))

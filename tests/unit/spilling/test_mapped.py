@@ -106,7 +106,7 @@ def test_a_server_that_has_spilled_looks_small_again(segment: int, tmp_path: Pat
     ended: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
     mover = Mover(SpillFile(str(tmp_path), None), [], [segment], ended.put)
     values = Residency()
-    mover.begin(values, lambda: None, lambda tracked: None)
+    mover.begin(values, lambda is_progress: None, lambda tracked: None)
     meta = TensorMeta("uint8", (_PIECE,))
     spilled = values.add(Value("k", meta, _PIECE, 0, None, 0, _FACTS, uses=1), "k", State.DIRTY)
     mover.write(_PIECE)

@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
+import struct
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    MultipleResults,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    multiple,
+    rule,
+)
+from tests.unit.machine.native import needs_native
 
 from torchstore_core.server.memory.segment import open_memory
 from torchstore_core.server.spilling.checksums import checksum
 from torchstore_core.server.spilling.mapped import KEPT, MappedSegment
-from torchstore_core.server.spilling.spill_file import PIECE, DamagedError, SpillFile
+from torchstore_core.server.spilling.spill_file import (
+    PIECE,
+    DamagedError,
+    Extent,
+    SpillFile,
+    spanned,
+)
 
 CAPACITY = 64 << 20
 _FILLED = b"\xaa"
@@ -170,3 +190,113 @@ def test_a_checksum_tells_what_changed(content: bytes, data: st.DataObject) -> N
     swapped = content[64:128] + content[:64] + content[128:]
     if swapped != content:
         assert checksum(memoryview(swapped)) != found
+
+
+class Packs(RuleBasedStateMachine):
+    """Small values share pages of a file, are given up one by one, and are read by others' side."""
+
+    values = Bundle("values")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.file = SpillFile(self.folder.name, 48 << 12)
+        self.there: dict[int, tuple[Extent, list[int], bytes]] = {}
+        self.numbers = itertools.count()
+
+    @rule(target=values, sizes=st.lists(st.integers(1, 9000), min_size=1, max_size=9))
+    def write(self, sizes: list[int]) -> MultipleResults[int]:
+        room = self.file.reserve_together(sizes)
+        if room is None:
+            assert len(sizes) > 1 or self.file.free < spanned(0, sizes[0])
+            return multiple()
+        whole, extents = room
+        contents = [random.randbytes(size) for size in sizes]
+        sums = self.file.write_together(contents, whole)
+        numbers = [next(self.numbers) for _ in sizes]
+        self.there |= dict(zip(numbers, zip(extents, sums, contents, strict=True), strict=True))
+        return multiple(*numbers)
+
+    @rule(number=consumes(values))
+    def release(self, number: int) -> None:
+        self.file.release(self.there.pop(number)[0])
+
+    @rule(wanted=st.lists(values, unique=True))
+    def read(self, wanted: list[int]) -> None:
+        found = self.file.read_together([self.there[number][:2] for number in wanted])
+        assert found == [self.there[number][2] for number in wanted]
+
+    @rule(at=values)
+    def damage(self, at: int) -> None:
+        """Only that value is damaged."""
+        extent, _, content = self.there[at]
+        start = extent.runs[0][0] + extent.head
+        with open(f"/proc/self/fd/{self.file.fd}", "r+b", buffering=0) as opened:
+            opened.seek(start)
+            opened.write(bytes([content[0] ^ 1]))
+            found = self.file.read_together([one[:2] for one in self.there.values()])
+            opened.seek(start)
+            opened.write(content[:1])
+        for number, one in zip(self.there, found, strict=True):
+            assert isinstance(one, DamagedError) if number == at else one == self.there[number][2]
+
+    @rule()
+    def come_back(self) -> None:
+        self.file.occupy([extent for extent, _, _ in self.there.values()])
+
+    @invariant()
+    def pages_in_use_are_those_of_values(self) -> None:
+        runs = [run for extent, _, _ in self.there.values() for run in extent.runs]
+        pages = {page for start, size in runs for page in range(start, start + size, 4096)}
+        assert self.file.used == 4096 * len(pages)
+
+    def teardown(self) -> None:
+        self.file.close()
+        self.folder.cleanup()
+
+
+TestPacks = Packs.TestCase
+
+
+def _sum_of(content: bytes) -> int:
+    """The checksum of the compiled module as it is defined, lane by lane."""
+    mask, prime = (1 << 64) - 1, 0x9E3779B1
+    keys = (
+        0xBE4BA423396CFEB8, 0x1CAD21F72C81017C, 0xDB979083E96DD4DE, 0x1F67B3B7A4A44072,
+        0x78E5C0CC4EE679CB, 0x2172FFCC7DD05A82, 0x8E2443F7744608B8, 0x4C263A81E69035E0,
+    )  # fmt: skip
+    lanes = list(keys)
+
+    def stripe(words: bytes, turn: int) -> None:
+        numbers = struct.unpack("<8Q", words)
+        for at, number in enumerate(numbers):
+            mixed = number ^ (keys[at] + turn & mask)
+            product = (mixed & 0xFFFFFFFF) * (mixed >> 32)
+            lanes[at] = lanes[at] + product + numbers[at ^ 1] & mask
+
+    def scramble() -> None:
+        for at, lane in enumerate(lanes):
+            lanes[at] = (lane ^ lane >> 47 ^ keys[at]) * prime & mask
+
+    whole = len(content) // 64
+    for begin in range(0, whole, 16):
+        for turn in range(min(16, whole - begin)):
+            words = content[64 * (begin + turn) :][:64]
+            stripe(words, turn * 0xC2B2AE3D27D4EB4F & mask)
+        scramble()
+    stripe(content[64 * whole :].ljust(64, b"\0"), 1)
+    scramble()
+    total = len(content) * 0x9E3779B185EBCA87 & mask
+    for lane in lanes:
+        total ^= lane
+        total = (total ^ total >> 29) * 0xBF58476D1CE4E5B9 & mask
+        total ^= total >> 32
+    return total
+
+
+@needs_native
+@given(st.integers(0, 5000), st.integers(0, 70), st.integers(0, 1 << 32))
+def test_the_checksum_is_the_same_on_every_processor(nbytes: int, at: int, seed: int) -> None:
+    """Where registers are wide, several lanes are summed at once."""
+    content = random.Random(seed).randbytes(at + nbytes)
+    assert checksum(memoryview(content)[at:]) == _sum_of(content[at:])

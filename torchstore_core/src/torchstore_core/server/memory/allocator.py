@@ -175,6 +175,24 @@ class Allocator:
             pieces.append(offset)
         return pieces
 
+    def take(self, offset: int, nbytes: int) -> None:
+        """Allocate ``rounded(nbytes)`` bytes at this offset, which are free.
+
+        >>> a = Allocator(256)
+        >>> a.take(64, 100); a.free_ranges()
+        [(0, 64), (192, 64)]
+        """
+        size = max(rounded(nbytes), ALIGNMENT)
+        start = max(start for start in self._by_start if start <= offset)
+        have = self._by_start.pop(start)
+        del self._by_end[start + have]
+        if offset > start:
+            self._insert(start, offset - start)
+        if start + have > offset + size:
+            self._insert(offset + size, start + have - offset - size)
+        self.used += size
+        self.high_water = max(self.high_water, offset + size)
+
     def take_tail(self) -> tuple[int, int] | None:
         """Allocate the whole free range that ends at the capacity, as ``(offset, nbytes)``.
 

@@ -8,14 +8,14 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torchstore_core.reports.units import human_bytes
 from torchstore_core.server.memory.allocator import ALIGNMENT, Allocator, rounded
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.spilling.mapped import MappedSegment
 from torchstore_core.server.spilling.policy import Residency, State, Tracked
-from torchstore_core.server.spilling.spill_file import DamagedError, SpillFile, spanned
+from torchstore_core.server.spilling.spill_file import DamagedError, SpillFile, spanned, write_all
 from torchstore_core.server.spilling.workers import Workers
 
 __all__ = ["Mover"]
@@ -28,8 +28,15 @@ _READERS = 4
 _NICE = 10
 # A thread reads at least so many pieces of a value.
 _LEAST_PIECES = 2
-# A job writes several values if they are small, of so many bytes in all.
+# A job writes several values, of so many bytes in all.
 _BATCH = 16 << 20
+# Values of at most so many bytes share pages of the file, and are moved together.
+_SMALL = 64 << 10
+# A job moves at most so many of them, and writes about so many bytes: what follows takes the event
+# loop a few milliseconds.
+_MOST_TOGETHER, _TOGETHER = 512, 4 << 20
+# So many values at most are prepared for writing in one step of the event loop.
+_MOST_AT_ONCE = 4 * _MOST_TOGETHER
 # After the disk has refused a write, none is tried for so many seconds.
 _PAUSE_S = 1.0
 
@@ -72,10 +79,11 @@ class Mover:
         self.written_bytes = self.read_bytes = 0
 
     def begin(
-        self, values: Residency, moved: Callable[[], None], read: Callable[[Tracked], None]
+        self, values: Residency, moved: Callable[[bool], None], read: Callable[[Tracked], None]
     ) -> None:
-        """The values that it moves, what to call when some have been moved, and what to call with
-        one that was read, or could not be, just before its state changes.
+        """The values that it moves, what to call when it has tried to move some, with whether that
+        has changed anything, and what to call with one that was read, or could not be, just before
+        its state changes.
         """
         self._values = values
         self._moved = moved
@@ -90,8 +98,7 @@ class Mover:
         self._repeating = False
         there = [*self._values.all(), *[one for one in self._reading.values() if one.gone]]
         self.file.occupy([one.extent for one in there if one.extent is not None])
-        for tracked in self._reading.values():
-            self._submit_read(tracked)
+        self._submit_reads(self.reading)
 
     @property
     def reading(self) -> list[Tracked]:
@@ -116,12 +123,20 @@ class Mover:
             return
         values = self._values
         wanted = nbytes - values.bytes_of[State.WRITING]
-        found = values.oldest(State.DIRTY, wanted, self._fits)
+        found = values.oldest(State.DIRTY, wanted, self._fits, _MOST_AT_ONCE)
         if not found and at_any_price:
             found = self._give_up_copies()
         batch: list[Tracked] = []
-        size = 0
+        small: list[Tracked] = []
+        size = small_size = 0
         for tracked in found:
+            if _is_small(tracked):
+                small.append(tracked)
+                small_size += tracked.nbytes
+                if len(small) == _MOST_TOGETHER or small_size >= _TOGETHER:
+                    self._submit_together(small)
+                    small, small_size = [], 0
+                continue
             extent = self.file.reserve(tracked.value.offset % _PAGE, tracked.value.nbytes)
             if extent is None:  # those before it took the room
                 continue
@@ -134,7 +149,9 @@ class Mover:
                 batch, size = [], 0
         if batch:
             self._submit(batch)
-        if not found and values.oldest(State.DIRTY, wanted):
+        if small:
+            self._submit_together(small)
+        if not found and values.oldest(State.DIRTY, wanted, most=1):
             full = human_bytes(self.file.capacity)
             self._pause(f"its capacity of {full} is used up (see spill_capacity=)")
             self._is_full = True
@@ -142,7 +159,8 @@ class Mover:
     def _fits(self, tracked: Tracked, more: int = 0) -> bool:
         """Whether the file has room for a value, if ``more`` bytes are freed there."""
         value = tracked.value
-        return spanned(value.offset % _PAGE, value.nbytes) <= self.file.free + more
+        head = 0 if _is_small(tracked) else value.offset % _PAGE
+        return spanned(head, value.nbytes) <= self.file.free + more
 
     def _give_up_copies(self) -> list[Tracked]:
         """Make room in the file for the least recently used value for which that is possible, by
@@ -158,6 +176,39 @@ class Mover:
             self._discard(clean)
             values.move(clean, State.DIRTY)
         return found
+
+    def _submit_together(self, batch: Sequence[Tracked]) -> None:
+        """Write small values one after the other, as far as there is room."""
+        room = self.file.reserve_together([tracked.value.nbytes for tracked in batch])
+        if room is None:
+            if len(batch) > 1:
+                self._submit_together(batch[: len(batch) // 2])
+                self._submit_together(batch[len(batch) // 2 :])
+            return
+        whole, extents = room
+        places: list[bytes | tuple[int, int, int]] = []
+        for tracked, extent in zip(batch, extents, strict=True):
+            value = tracked.value
+            here = value.volume, value.nbytes, value.offset
+            places.append(here if value.data is None else value.data)
+            tracked.extent = extent
+            self._values.move(tracked, State.WRITING)
+        troubles = self._troubles
+
+        def job() -> Callable[[], None]:
+            try:
+                contents = [
+                    one if isinstance(one, bytes) else os.pread(self._memories[one[0]].fd, *one[1:])
+                    for one in places
+                ]
+                sums = self.file.write_together(contents, whole)
+            except OSError as error:
+                done: list[_Written] = [(tracked, [], error) for tracked in batch]
+            else:
+                done = [(*one, None) for one in zip(batch, sums, strict=True)]
+            return functools.partial(self._written, done, troubles)
+
+        self._writers.submit(job)
 
     def _submit(self, batch: list[Tracked]) -> None:
         places = [(t, *t.value.places[0], t.extent) for t in batch]
@@ -194,7 +245,7 @@ class Mover:
                 tracked.sums = sums
                 self.written_bytes += tracked.value.nbytes
                 self._values.move(tracked, State.CLEAN)
-        self._moved()
+        self._moved(any(tracked.gone or error is None for tracked, _, error in done))
 
     def _pause(self, why: str) -> None:
         if why != self.trouble:
@@ -213,14 +264,14 @@ class Mover:
         for tracked in wanted:
             place = self._place(tracked)
             if place is None:
-                for (volume, offset), other in zip(places, wanted, strict=False):
-                    self._volumes[volume].allocator.free([(offset, other.value.nbytes)])
+                for taken, other in zip(places, wanted, strict=False):
+                    self._free_place(other, taken)
                 return False
             places.append(place)
         for tracked, place in zip(wanted, places, strict=True):
             self.note_reading(tracked, place)
-            if not self._repeating:
-                self._submit_read(tracked)
+        if not self._repeating:
+            self._submit_reads(wanted)
         return True
 
     def note_reading(self, tracked: Tracked, place: tuple[int, int]) -> None:
@@ -228,6 +279,18 @@ class Mover:
         tracked.place = place
         self._values.move(tracked, State.READING)
         self._reading[tracked.number] = tracked
+
+    def _submit_reads(self, wanted: Iterable[Tracked]) -> None:
+        small: list[Tracked] = []
+        for tracked in wanted:
+            if _is_small(tracked):
+                small.append(tracked)
+            else:
+                self._submit_read(tracked)
+        small.sort(key=_position)
+        for start in range(0, len(small), _MOST_TOGETHER):
+            some = small[start : start + _MOST_TOGETHER]
+            self._readers.submit(functools.partial(self._read_together_in_thread, some))
 
     def _submit_read(self, tracked: Tracked) -> None:
         """Have all readers read pieces of a large value."""
@@ -239,14 +302,22 @@ class Mover:
             self._readers.submit(functools.partial(self._read_in_thread, tracked, share))
 
     def _place(self, tracked: Tracked) -> tuple[int, int] | None:
-        """Memory for a value, in the volume where it was if there is room."""
+        """Memory for a value, in the volume where it was if there is room. What is in the server's
+        own memory only counts there; the offset is then -1.
+        """
         value, extent = tracked.value, tracked.extent
         head = 0 if extent is None else extent.head
         order = sorted(self._volumes, key=lambda v: v.index != value.volume)
         for volume in order:
             if volume.lost or volume.free < tracked.nbytes:
                 continue
-            offset = _allocate_at(volume.allocator, head, value.nbytes)
+            if tracked.is_inline:
+                volume.inline += tracked.nbytes
+                return volume.index, -1
+            if _is_small(tracked):
+                offset = volume.allocator.allocate(value.nbytes)
+            else:
+                offset = _allocate_at(volume.allocator, head, value.nbytes)
             if offset is not None:
                 return volume.index, offset
         return None
@@ -261,11 +332,51 @@ class Mover:
                 return functools.partial(self._share_read, tracked, error)
         return functools.partial(self._share_read, tracked, None)
 
+    def _free_place(self, tracked: Tracked, place: tuple[int, int]) -> None:
+        """Free memory for a value; see :meth:`_place`."""
+        at, offset = place
+        if tracked.is_inline:
+            self._volumes[at].inline -= tracked.nbytes
+        else:
+            self._volumes[at].allocator.free([(offset, tracked.value.nbytes)])
+
+    def _read_together_in_thread(self, wanted: Sequence[Tracked]) -> Callable[[], None]:
+        there = [
+            (tracked, tracked.extent, tracked.sums)
+            for tracked in wanted
+            if tracked.extent is not None and not tracked.gone
+        ]
+        found = self.file.read_together([(extent, sums) for _, extent, sums in there])
+        contents: dict[int, bytes | OSError] = {}
+        for (tracked, _, _), content in zip(there, found, strict=True):
+            contents[tracked.number] = content
+            if isinstance(content, bytes) and not tracked.is_inline:
+                volume, offset = tracked.place
+                try:
+                    write_all(self._memories[volume].fd, memoryview(content), offset)
+                    contents[tracked.number] = b""
+                except OSError as error:
+                    contents[tracked.number] = error
+        return functools.partial(self._read_together, wanted, contents)
+
+    def _read_together(
+        self, wanted: Sequence[Tracked], contents: Mapping[int, bytes | OSError]
+    ) -> None:
+        for tracked in wanted:
+            content = contents.get(tracked.number, b"")
+            if isinstance(content, bytes):
+                tracked.content = content
+                self._read(tracked, None)
+            else:
+                self._read(tracked, content)
+        self._moved(True)
+
     def _share_read(self, tracked: Tracked, error: OSError | None) -> None:
         tracked.error = tracked.error or error
         tracked.reads -= 1
         if not tracked.reads:
             self._read(tracked, tracked.error)
+            self._moved(True)
 
     def _read(self, tracked: Tracked, error: OSError | None) -> None:
         if error is not None and not tracked.gone:
@@ -277,7 +388,6 @@ class Mover:
         waiting, tracked.waiting = tracked.waiting, []
         for ticket in waiting:
             ticket.one_read()
-        self._moved()
 
     def note_read(self, tracked: Tracked) -> None:
         """A value has been read, unless it has a ``failure``."""
@@ -285,14 +395,17 @@ class Mover:
         at, offset = tracked.place
         volume, value = self._volumes[at], tracked.value
         if tracked.gone or tracked.failure:
-            volume.allocator.free([(offset, value.nbytes)])
+            self._free_place(tracked, tracked.place)
         if tracked.gone:
             self._discard(tracked)
         elif tracked.failure:
             self._values.move(tracked, State.ON_DISK)
         else:
             value.volume, value.offset = at, offset
-            volume.memory.touched(offset + value.nbytes)
+            if tracked.is_inline:
+                value.data, tracked.content = tracked.content, b""
+            else:
+                volume.memory.touched(offset + value.nbytes)
             self.read_bytes += value.nbytes
             self._values.move(tracked, State.CLEAN)
 
@@ -341,7 +454,7 @@ class Mover:
         self._trimming = False
         if tail is not None:
             self.file.return_tail(tail)
-            self._moved()
+            self._moved(True)
 
     def close(self) -> None:
         """End the threads and close the file."""
@@ -351,6 +464,14 @@ class Mover:
         for memory in self._memories:
             memory.close()
         self.file.close()
+
+
+def _is_small(tracked: Tracked) -> bool:
+    return tracked.is_inline or tracked.value.nbytes <= _SMALL
+
+
+def _position(tracked: Tracked) -> int:
+    return -1 if tracked.extent is None else tracked.extent.runs[0][0]
 
 
 def _allocate_at(allocator: Allocator, head: int, nbytes: int) -> int | None:

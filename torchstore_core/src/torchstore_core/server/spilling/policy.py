@@ -15,6 +15,7 @@ A value is *tracked* from its commit on if it may leave memory. It is in one of 
 from __future__ import annotations
 
 import enum
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -55,6 +56,9 @@ class Tracked(msgspec.Struct, eq=False):
         place: volume and offset that it is being read to.
         reads, error: how many threads are reading pieces of it, and the first error of one.
         waiting: requests that are retried when it has been read.
+        is_inline: whether its bytes are in the server's own memory when they are in memory, and not
+            in a segment.
+        content: these bytes, when they have just been read.
     """
 
     value: Value
@@ -71,12 +75,14 @@ class Tracked(msgspec.Struct, eq=False):
     reads: int = 0
     error: OSError | None = None
     waiting: list[Ticket] = []
+    is_inline: bool = False
+    content: bytes = b""
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that one copy of it takes."""
         value = self.value
-        return value.nbytes if value.data is not None else rounded(value.nbytes)
+        return value.nbytes if self.is_inline else rounded(value.nbytes)
 
     @property
     def is_free_to_go(self) -> bool:
@@ -151,9 +157,10 @@ class Residency:
         """What is known of a value; None if it is not tracked."""
         return self._tracked.get(id(value))
 
-    def add(self, value: Value, key: str, state: State) -> Tracked:
-        """Track a value, as the one that was used last."""
-        tracked = self._tracked[id(value)] = Tracked(value, key, state, self.next_number)
+    def add(self, value: Value, key: str, state: State, *, inline: bool = False) -> Tracked:
+        """Track a value, as the one that was used last; ``inline``: see :class:`Tracked`."""
+        tracked = Tracked(value, key, state, self.next_number, is_inline=inline)
+        self._tracked[id(value)] = tracked
         self.next_number += 1
         self._enter(tracked)
         return tracked
@@ -183,14 +190,19 @@ class Residency:
             order.move_to_end(id(tracked.value))
 
     def oldest(
-        self, state: State, nbytes: int, among: Callable[[Tracked], bool] = lambda tracked: True
+        self,
+        state: State,
+        nbytes: int,
+        among: Callable[[Tracked], bool] = lambda tracked: True,
+        most: int = sys.maxsize,
     ) -> list[Tracked]:
         """The least recently used values in this state that are free to go, ``among`` those that
-        this says: as few as have ``nbytes`` together, or all if they have less.
+        this says: as few as have ``nbytes`` together, or all if they have less; ``most``: no more
+        than so many.
         """
         found: list[Tracked] = []
         for tracked in self._by_use[state].values():
-            if nbytes <= 0:
+            if nbytes <= 0 or len(found) == most:
                 break
             if tracked.is_free_to_go and among(tracked):
                 found.append(tracked)

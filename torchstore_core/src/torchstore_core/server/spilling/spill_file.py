@@ -4,7 +4,8 @@ process ends, however it ends; unless a keeper has its descriptor, for the next 
 Reads and writes bypass the system's page cache where the file system can: cached pages would take
 up the very memory that spilling is to free. For that, addresses, offsets in the file and lengths
 must be multiples of a page. A value begins anywhere in a segment, so whole pages are written,
-with what its neighbours have in them, and a value keeps its position within a page.
+with what its neighbours have in them, and a value keeps its position within a page. Small values
+are written one after the other, so that several share a page.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import logging
 import mmap
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -25,7 +27,7 @@ from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.server.spilling.checksums import checksum
 from torchstore_core.server.spilling.mapped import MappedSegment
 
-__all__ = ["DamagedError", "Extent", "SpillFile", "spanned"]
+__all__ = ["DamagedError", "Extent", "SpillFile", "spanned", "write_all"]
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +35,9 @@ _PAGE = 4096
 #: A value is moved and checked in pieces of this many bytes.
 PIECE = 8 << 20
 _PREFIX = ".torchstore-spill-"
+
+
+_NO_MATCH = "its bytes do not match their checksum"
 
 
 class DamagedError(OSError):
@@ -87,9 +92,9 @@ def spanned(head: int, nbytes: int) -> int:
 class SpillFile:
     """One unnamed file, and which parts of it are in use.
 
-    The bookkeeping (:meth:`reserve`, :meth:`release`, :meth:`take_tail`, :meth:`return_tail`)
-    belongs to the event loop; :meth:`write`, :meth:`read` and :meth:`cut` may be called in any
-    thread.
+    The bookkeeping (:meth:`reserve`, :meth:`reserve_together`, :meth:`release`, :meth:`take_tail`,
+    :meth:`return_tail`) belongs to the event loop; :meth:`write`, :meth:`write_together`,
+    :meth:`read`, :meth:`read_together` and :meth:`cut` may be called in any thread.
 
     Args:
         directory: where to make the file; it is created if it does not exist.
@@ -108,6 +113,7 @@ class SpillFile:
         self.directory = directory
         self._stopped = False
         self._written_end = 0
+        self._shared: Counter[int] = Counter()  # how many values have a part of a page, if several
         try:
             os.makedirs(directory, mode=0o700, exist_ok=True)
             _clean(directory)
@@ -164,6 +170,33 @@ class SpillFile:
         self._written_end = max(self._written_end, *(sum(run) for run in runs))
         return Extent(tuple(runs), head, nbytes)
 
+    def reserve_together(self, sizes: Sequence[int]) -> tuple[Extent, list[Extent]] | None:
+        """Reserve one place for small values, which lie there one after the other: all of it, and
+        where each of them lies. None if there is no place that is large enough.
+        """
+        nbytes = sum(sizes)
+        if len(sizes) == 1:
+            extent = self.reserve(0, nbytes)
+            return None if extent is None else (extent, [extent])
+        start = self._allocator.allocate(spanned(0, nbytes))
+        if start is None:
+            return None
+        whole = Extent(((start, spanned(0, nbytes)),), 0, nbytes)
+        self._written_end = max(self._written_end, start + whole.span)
+        parts: list[Extent] = []
+        at = 0
+        for size in sizes:
+            head = at % _PAGE
+            parts.append(Extent(((start + at - head, spanned(head, size)),), head, size))
+            at += size
+        self._share(parts)
+        return whole, parts
+
+    def _share(self, extents: Iterable[Extent]) -> None:
+        """Note the pages of which several of these have parts."""
+        counts = Counter(page for extent in extents for page in _ends(extent))
+        self._shared.update({page: count for page, count in counts.items() if count > 1})
+
     def _gather(self, span: int) -> list[tuple[int, int]]:
         """Allocate the largest free ranges that have ``span`` bytes together."""
         runs: list[tuple[int, int]] = []
@@ -178,12 +211,15 @@ class SpillFile:
 
     def occupy(self, extents: Iterable[Extent]) -> None:
         """Only these parts of the file of an earlier life are in use."""
+        extents = list(extents)
+        self._shared.clear()
+        self._share(extents)
         free: list[tuple[int, int]] = []
         end = 0
         for offset, size in sorted(run for extent in extents for run in extent.runs):
             if offset > end:
                 free.append((end, offset - end))
-            end = offset + size
+            end = max(end, offset + size)
         capacity = self._allocator.capacity
         if capacity > end:
             free.append((end, capacity - end))
@@ -191,8 +227,23 @@ class SpillFile:
         self._written_end = max(end, os.fstat(self.fd).st_size)
 
     def release(self, extent: Extent) -> None:
-        """Let the room of a value be used again."""
-        self._allocator.free(extent.runs)
+        """Let the room of a value be used again, except pages that it shares with others."""
+        kept = [page for page in _ends(extent) if page in self._shared]
+        if not kept:
+            self._allocator.free(extent.runs)
+            return
+        [(start, size)] = extent.runs
+        end = start + size
+        for page in kept:
+            self._shared[page] -= 1
+            if self._shared[page] == 1:  # it is no longer shared
+                del self._shared[page]
+            if page == start:
+                start += _PAGE
+            else:
+                end -= _PAGE
+        if end > start:
+            self._allocator.free([(start, end - start)])
 
     def take_tail(self) -> tuple[int, int] | None:
         """Reserve what was written once, but is not in use now, at the end of the file: its offset
@@ -262,7 +313,7 @@ class SpillFile:
                 self._read_piece(view, extent, at, nbytes)
                 with _own(view, extent, at, nbytes) as own:
                     if checksum(own) != expected:
-                        raise DamagedError(errno.EIO, "its bytes do not match their checksum")
+                        raise DamagedError(errno.EIO, _NO_MATCH)
 
     def _read_piece(self, view: memoryview, extent: Extent, at: int, nbytes: int) -> None:
         """Read whole pages of a piece in place. The first and the last page of a value may also
@@ -295,14 +346,71 @@ class SpillFile:
                 with whole[:nbytes] as view, _own(view, extent, at, nbytes) as own:
                     self._read(view, extent, at)
                     if checksum(own) != expected:
-                        raise DamagedError(errno.EIO, "its bytes do not match their checksum")
-                    _write_all(memory, own, offset + max(0, at - extent.head))
+                        raise DamagedError(errno.EIO, _NO_MATCH)
+                    write_all(memory, own, offset + max(0, at - extent.head))
+
+    def write_together(self, contents: Sequence[bytes], whole: Extent) -> list[list[int]]:
+        """Write small values one after the other; returns the checksums of each.
+
+        Raises:
+            OSError: as :meth:`write`.
+        """
+        self._check_stopped()
+        with mmap.mmap(-1, whole.span) as buffer, memoryview(buffer) as view:
+            for content in contents:
+                buffer.write(content)
+            self._write(view, whole, 0)
+        return [[checksum(memoryview(content))] for content in contents]
+
+    def read_together(
+        self, wanted: Sequence[tuple[Extent, Sequence[int]]]
+    ) -> list[bytes | OSError]:
+        """Read small values; those that lie one after the other are read at once.
+
+        Args:
+            wanted: where each lies, and its checksums.
+
+        Returns:
+            The bytes of each, or why they cannot be read.
+        """
+        found: dict[int, bytes | OSError] = {}
+        groups = _adjoining([extent for extent, _ in wanted])
+        while groups:
+            group = groups.pop()
+            try:
+                found |= self._read_group(wanted, group)
+            except OSError as error:
+                if len(group) > 1:  # others of them may be readable
+                    groups += [[at] for at in group]
+                else:
+                    found[group[0]] = error
+        return [found[at] for at in range(len(wanted))]
+
+    def _read_group(
+        self, wanted: Sequence[tuple[Extent, Sequence[int]]], group: Sequence[int]
+    ) -> dict[int, bytes | OSError]:
+        """Read values of which each begins at most where the one before it ends."""
+        self._check_stopped()
+        found: dict[int, bytes | OSError] = {}
+        first, last = wanted[group[0]][0], wanted[group[-1]][0]
+        start = first.runs[0][0]
+        span = first.span if len(group) == 1 else sum(last.runs[0]) - start
+        with mmap.mmap(-1, span) as buffer, memoryview(buffer) as view:
+            whole = first if len(group) == 1 else Extent(((start, span),), 0, span)
+            self._read(view, whole, 0)
+            for at in group:
+                extent, [expected] = wanted[at]
+                begin = extent.head + (extent.runs[0][0] - start)
+                content = bytes(view[begin : begin + extent.nbytes])
+                damaged = checksum(memoryview(content)) != expected
+                found[at] = DamagedError(errno.EIO, _NO_MATCH) if damaged else content
+        return found
 
     def _write(self, view: memoryview, extent: Extent, at: int) -> None:
         """Write whole pages of a value, from position ``at`` of its extent."""
         done = 0
         for offset, nbytes in extent.within(at, len(view)):
-            _write_all(self.fd, view[done : done + nbytes], offset)
+            write_all(self.fd, view[done : done + nbytes], offset)
             done += nbytes
 
     def _read(self, view: memoryview, extent: Extent, at: int) -> None:
@@ -325,6 +433,33 @@ class SpillFile:
         os.close(self.fd)
 
 
+def _ends(extent: Extent) -> tuple[int, ...]:
+    """The pages of which others may have parts, too: the first and the last, if it is small."""
+    if len(extent.runs) > 1 or extent.span > PIECE:
+        return ()
+    [(start, size)] = extent.runs
+    return (start, start + size - _PAGE) if size > _PAGE else (start,)
+
+
+def _adjoining(extents: Sequence[Extent]) -> list[list[int]]:
+    """Positions of extents, in groups that lie without gaps, of at most a piece.
+
+    >>> _adjoining([Extent(((8192, 4096),), 64, 9), Extent(((8192, 4096),), 0, 9)])
+    [[1, 0]]
+    """
+    groups: list[list[int]] = []
+    begin = end = -1
+    for at in sorted(range(len(extents)), key=lambda at: (extents[at].runs[0], extents[at].head)):
+        start, size = extents[at].runs[0]
+        alone = len(extents[at].runs) > 1
+        if alone or start > end or start + size - begin > PIECE:
+            groups.append([])
+            begin = start
+        groups[-1].append(at)
+        end = -1 if alone else max(end, start + size)
+    return groups
+
+
 def _pieces(extent: Extent) -> list[tuple[int, int]]:
     """Where in its extent the pieces of a value begin, and how long they are: whole pages."""
     return [(at, min(PIECE, extent.span - at)) for at in range(0, extent.span, PIECE)]
@@ -335,7 +470,8 @@ def _own(view: memoryview, extent: Extent, at: int, nbytes: int) -> memoryview:
     return view[extent.head if at == 0 else 0 : min(nbytes, extent.head + extent.nbytes - at)]
 
 
-def _write_all(fd: int, view: memoryview, offset: int) -> None:
+def write_all(fd: int, view: memoryview, offset: int) -> None:
+    """Write a buffer to a place in a file. Raises OSError."""
     done = 0
     while done < len(view):
         with view[done:] as rest:

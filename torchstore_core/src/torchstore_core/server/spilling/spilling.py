@@ -71,7 +71,7 @@ class Spilling:
         self._last_progress = 0.0
         self._retry_is_due = self._is_timed = False
         if mover is not None:
-            mover.begin(self.values, self._progress, self._read_ended)
+            mover.begin(self.values, self._moved, self._read_ended)
 
     # ---- puts -----------------------------------------------------------------------------
 
@@ -115,10 +115,10 @@ class Spilling:
         if choice == m.EVICTABLE:
             if value.nbytes:
                 self.active = True
-                self.values.add(value, key, State.CACHED)
-        elif choice == m.SPILLABLE and value.data is None:
+                self.values.add(value, key, State.CACHED, inline=value.data is not None)
+        elif choice == m.SPILLABLE and value.nbytes:
             self.active = True
-            self.values.add(value, key, State.DIRTY)
+            self.values.add(value, key, State.DIRTY, inline=value.data is not None)
 
     # ---- gets -----------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class Spilling:
                 continue
             count = f"{len(values):,} values" if len(values) > 1 else repr(values[0].value.key)
             leased = sum(v.leased for v in self._volumes)
-            raise StoreFullError(
+            error = StoreFullError(
                 f"{count} ({nbytes:,} bytes) cannot be brought back from disk, because memory of "
                 f"{self._capacity:,} bytes has no room: readers hold {leased:,}, and the largest "
                 f"range without values that have to stay has {self._range_left(0):,}. Get fewer "
@@ -181,6 +181,7 @@ class Spilling:
                     "unfinished_bytes": sum(v.unfinished for v in self._volumes),
                 },
             )
+            raise self.noted(error)
 
     def _begin_reading(self, values: Sequence[Tracked], mover: Mover) -> bool:
         return mover.read(values)
@@ -234,19 +235,32 @@ class Spilling:
             return False
         mover.write(short, at_any_price=True)
         bytes_of = self.values.bytes_of
-        if bytes_of[State.WRITING]:
-            waiting = human_bytes(bytes_of[State.WRITING] + bytes_of[State.DIRTY])
-            place = f"{waiting} were still to be written to {mover.file.directory!r}"
-            raise self.delayed(f"memory was full, and {place} to make room")
         unfinished = sum(v.unfinished for v in self._volumes)  # which may leave memory soon
+        if bytes_of[State.WRITING]:
+            raise self.delayed(self._why_full(mover))
         held = sum(bytes_of[state] for state in State if state is not State.ON_DISK)
         patient = not len(self.room) and not self.room.retrying
         patient = patient or time.monotonic() - self._last_progress < _PATIENCE_S
         if held + unfinished >= short and patient:
-            leased = human_bytes(sum(v.leased for v in self._volumes))
-            rest = f" of it, unfinished puts {human_bytes(unfinished)}" if unfinished else " of it"
-            raise self.delayed(f"memory was full, and readers held {leased}{rest}")
+            raise self.delayed(self._why_full(mover))
         return False
+
+    def _why_full(self, mover: Mover) -> str:
+        """What a request waits for that needs memory."""
+        where, bytes_of = repr(mover.file.directory), self.values.bytes_of
+        waiting = bytes_of[State.WRITING] + bytes_of[State.DIRTY]
+        leased = sum(v.leased for v in self._volumes)
+        unfinished = sum(v.unfinished for v in self._volumes)
+        why = []
+        if leased:
+            why.append(f"readers held {human_bytes(leased)} of it")
+        if unfinished:
+            why.append(f"unfinished puts held {human_bytes(unfinished)} of it")
+        if waiting:
+            why.append(f"{human_bytes(waiting)} were still to be written to {where} to make room")
+        if mover.trouble:
+            why.append(f"nothing could be written to {where}: {mover.trouble}")
+        return f"memory was full; {', '.join(why)}" if why else "memory was full"
 
     def leaves_room(self, nbytes: int) -> bool:
         """Whether values on disk can still be brought back after a put of so many bytes. While the
@@ -271,11 +285,14 @@ class Spilling:
             return True
         mover.write(nbytes)
         if self.values.bytes_of[State.WRITING]:
-            raise self.delayed(f"memory was full, and so was {mover.file.directory!r}")
+            raise self.delayed(self._why_full(mover))
         return False
 
     def _range_left(self, nbytes: int) -> int:
-        """Bytes of the largest range of memory that can be free after a put of so many."""
+        """Bytes of the largest range of memory that can be free after a put of so many. What the
+        server has in its own memory takes none of it, but counts towards the capacity.
+        """
+        there = sum(volume.free for volume in self._volumes if not volume.lost) - nbytes
         free = [
             (volume.index, offset, size)
             for volume in self._volumes
@@ -283,8 +300,10 @@ class Spilling:
             for offset, size in volume.allocator.free_ranges()
         ]
         for tracked in self.values.disposable():
-            free += [(volume, at, tracked.nbytes) for volume, at in tracked.value.places]
-        return _left_over(free, nbytes)
+            places = tracked.value.places
+            there += tracked.nbytes * max(1, len(places))
+            free += [(volume, at, tracked.nbytes) for volume, at in places]
+        return max(0, min(there, _left_over(free, nbytes)))
 
     def delayed(self, why: str) -> Delayed:
         """What a request raises that is to be retried when memory is freed."""
@@ -314,6 +333,13 @@ class Spilling:
             self._retry_is_due = True
             self._later(0, self._progress)
 
+    def _moved(self, is_progress: bool) -> None:
+        """The mover has done something, or tried to."""
+        if is_progress:
+            self._progress()
+        elif len(self.room):
+            self.room.retry()
+
     def _progress(self) -> None:
         """Something has changed."""
         self._retry_is_due = False
@@ -337,10 +363,12 @@ class Spilling:
         ranges: dict[int, list[tuple[int, int]]] = {}
         for tracked in clean:
             value = tracked.value
+            if tracked.is_inline:
+                self._volumes[value.volume].inline -= value.nbytes
             for volume, offset in value.places:
                 ranges.setdefault(volume, []).append((offset, value.nbytes))
             self.values.move(tracked, State.ON_DISK)
-            value.offset, value.more = -1, ()
+            value.data, value.offset, value.more = None, -1, ()
         for volume, freed in ranges.items():
             self._volumes[volume].allocator.free(freed)
 
@@ -405,6 +433,7 @@ class Spilling:
             evicted_bytes=evicted_bytes,
             trouble=mover.trouble,
             file_system=mover.file.file_system,
+            left_bytes=mover.file.left,
         )
 
     def noted(self, error: StoreFullError) -> StoreFullError:
