@@ -187,6 +187,17 @@ async def test_a_state_dict_is_filled_on_the_device_and_cast_if_asked(store, row
 
 
 @SIZES
+async def test_inference_tensors_of_the_device_are_filled_and_cast(store, rows):
+    source = torch.randn(rows, COLUMNS)
+    await ts.put_state_dict({"w": source}, "k")
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.inference_mode():
+            mine = torch.zeros(rows, COLUMNS, dtype=dtype, device=DEVICE)
+        await ts.get_state_dict("k", {"w": mine}, cast=True)
+        assert_same(mine, source.to(dtype))
+
+
+@SIZES
 async def test_shards_of_the_device_are_cast_both_ways(store, rows):
     value = torch.randn(2 * rows, COLUMNS, device=DEVICE)
     for i in range(2):
@@ -230,6 +241,22 @@ async def test_more_than_one_block_of_page_locked_memory():
         destination = torch.zeros_like(value, device=DEVICE)
         await ts.get("t", destination)
         assert torch.equal(destination.cpu(), value)
+
+
+async def test_what_is_arranged_or_cast_lies_beside_page_locked_memory():
+    """CUDA refuses to copy what is page-locked in part."""
+    async with running_store(capacity=1 << 30):
+        value = torch.randn(6000, COLUMNS, device=DEVICE)  # more than one block
+        await ts.put("locks some", value[:3500].clone())
+        await ts.put("columns", value.t())
+        await ts.put_state_dict({"w": value}, "cast", transfer_dtype=torch.bfloat16)
+        await ts.put("on the host", value.cpu())
+        assert_same(await ts.get("columns"), value.t())
+        assert_same(await ts.get_state_dict("cast"), {"w": value.bfloat16()})
+        for key in ("columns", "on the host"):
+            mine = torch.zeros(COLUMNS, 6000, device=DEVICE)
+            got = await ts.get(key, mine if key == "columns" else mine.t())
+            assert_same(got, value.t() if key == "columns" else value)
 
 
 @SIZES
@@ -310,7 +337,7 @@ async def test_a_new_store_does_not_inherit_old_page_locks():
 
 
 async def test_a_driver_that_does_not_page_lock_is_said_once(store):
-    """It costs speed, not correctness. The driver's answer is the only thing that is made up."""
+    """It costs speed, not correctness. The driver is asked for memory that does not exist."""
     out = await run_script(
         fresh=True,
         body=f"""
@@ -324,21 +351,21 @@ async def test_a_driver_that_does_not_page_lock_is_said_once(store):
             def __getattr__(self, name):
                 return getattr(real, name)
 
-            def cudaHostRegister(self, *arguments):
+            def cudaHostRegister(self, address, nbytes, flags):
                 Refusing.asked += 1
-                return 304  # cudaErrorOperatingSystem, as under a memlock limit
+                return real.cudaHostRegister(0, nbytes, flags)
 
         torch.cuda.cudart = Refusing
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             for number in range(3):
                 tensor = torch.full((900, {COLUMNS}), float(number), device="cuda")
-                await ts.put("t", tensor)
+                await ts.put("t", tensor.t())  # a kernel arranges it, after the refusal
                 assert (await ts.get("t") == number).all()
-                assert (await ts.get("t", torch.zeros_like(tensor)) == number).all()
+                assert (await ts.get("t", torch.zeros_like(tensor).t()) == number).all()
         told = [str(w.message) for w in said if "page-lock" in str(w.message)]
         assert all(issubclass(w.category, RuntimeWarning) for w in said)
-        print(Refusing.asked > 0, len(told), "304" in told[0])
+        print(Refusing.asked > 0, len(told))
         """,
     )
-    assert out == "True 1 True\n"
+    assert out == "True 1\n"

@@ -75,6 +75,16 @@ async def test_inference_tensors_go_both_ways(shared, numel):
 
 
 @SIZES
+async def test_inference_tensors_are_filled_and_cast(shared, numel):
+    source = torch.randn(numel)
+    with torch.inference_mode():
+        destination = torch.zeros(numel, dtype=torch.bfloat16)
+    await ts.put_state_dict({"w": source}, "k")
+    await ts.get_state_dict("k", {"w": destination}, cast=True)
+    assert torch.equal(destination, source.bfloat16())
+
+
+@SIZES
 async def test_views_with_an_offset_store_only_what_they_show(shared, numel):
     base = torch.arange(numel * 4)
     await ts.put("t", base[numel : 2 * numel])

@@ -33,6 +33,8 @@ from torchstore_transports.shm.server import HEADER_MAX, Offer
 __all__ = ["ShmLink"]
 
 _HAND_OVER_S = 10.0
+# What connecting to the socket of a server that has died gives.
+_NOBODY_LISTENS = (errno.ECONNREFUSED, errno.ECONNRESET, errno.ENOENT)
 _POLL_S = 0.01
 # Page tables are filled, and recorded as filled, in granules of this many bytes.
 _GRANULE = 1 << 20
@@ -184,6 +186,11 @@ async def _attach(offer: bytes) -> dict[int, _Segment]:
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise _no_descriptors() from error
+        if error.errno in _NOBODY_LISTENS:
+            raise TransportNotReadyError(
+                f"nobody listens at {described.path}: the server has died, and may come back",
+                details={"died": described.path},
+            ) from error
         raise TransportUnavailableError(
             f"cannot receive segments through {described.path}: {error}"
         ) from error

@@ -90,6 +90,7 @@ class VolumeLinks:
         same_host: whether the volume is on this host; the caller has proven it.
         control: path of the Unix socket through which this process reached the store.
         handshake: carries a request to the server half of the transport of that name.
+        comes_back: whether the volume's server is started again when it dies.
     """
 
     def __init__(
@@ -101,8 +102,11 @@ class VolumeLinks:
         policy: Policy,
         control: str,
         handshake: Callable[[str, bytes], Awaitable[bytes]],
+        *,
+        comes_back: bool = False,
     ) -> None:
         self.info = info
+        self._comes_back = comes_back
         self._rank = functools.partial(_ranking, registry, policy)
         self.context = LinkContext(here, info.topology, same_host, offered=False, control=control)
         self._handshake = handshake
@@ -156,8 +160,9 @@ class VolumeLinks:
             error, TransportNotReadyError
         ):
             self._drop(candidate, error)
-        else:
-            self._back_off(candidate, error)
+        else:  # nobody has to know of a server that is just being started again
+            expected = self._comes_back and "died" in error.details
+            self._back_off(candidate, error, quietly=expected)
 
     def close_when_unused(self, link: Link) -> None:
         """Use a link no more. It is closed when all transfers that run now have ended: another may

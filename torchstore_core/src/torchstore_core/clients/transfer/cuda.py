@@ -1,11 +1,12 @@
 """Copies between CUDA tensors and segments, on a side stream, page-locked if the driver allows.
 
-Never executed where torch has no CUDA; its tests carry the ``gpu`` marker.
+Never executed where torch has no CUDA; most of its tests carry the ``gpu`` marker.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import warnings
@@ -65,6 +66,7 @@ async def finished(task: asyncio.Task[None]) -> None:
         raise
 
 
+@torch.inference_mode()  # where tensors of that mode may be written to, too
 def _copy(pairs: Pairs, window: Window | None, ready: dict[torch.device, torch.cuda.Event]) -> None:
     used: set[torch.cuda.Stream] = set()
     try:
@@ -80,38 +82,48 @@ def _copy(pairs: Pairs, window: Window | None, ready: dict[torch.device, torch.c
             with torch.cuda.device(device), torch.cuda.stream(stream):
                 if window is None:
                     target.copy_(source)
-                    continue
-                for to, of in _pinned_parts(target, source, window):
-                    to.copy_(of, non_blocking=True)
+                else:
+                    _copy_in_window(target, source, window)
     finally:  # after a failure as well: earlier copies may still be running
         for stream in used:
             stream.synchronize()
 
 
-def _pinned_parts(
-    target: torch.Tensor, source: torch.Tensor, window: Window
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Split a pair so that each part lies in one page-locked block (no copy may span two)."""
-    plain = target.is_contiguous() and source.is_contiguous() and target.dtype is source.dtype
-    if not plain or not target.numel():
-        return [(target, source)]
-    on_host = source if target.is_cuda else target
+def _copy_in_window(target: torch.Tensor, source: torch.Tensor, window: Window) -> None:
+    """Start the copy of one pair. Only contiguous bytes cross between host and device; they are
+    cast and arranged on the device.
+    """
+    if not (target if target.is_cpu else source).is_contiguous():
+        target.copy_(source)  # torch goes through host memory of its own, which is not page-locked
+    elif target.is_cpu:
+        _copy_bytes(target, source.to(target.dtype).contiguous(), window)
+    elif target.is_contiguous() and target.dtype is source.dtype:
+        _copy_bytes(target, source, window)
+    else:
+        arrived = target.new_empty(source.shape, dtype=source.dtype)
+        _copy_bytes(arrived, source, window)
+        target.copy_(arrived)
+
+
+def _copy_bytes(target: torch.Tensor, source: torch.Tensor, window: Window) -> None:
+    """Start copies of parts that each lie in one block: CUDA refuses to copy what is page-locked in
+    several pieces, or in part.
+    """
     to, of = target.view(-1).view(torch.uint8), source.view(-1).view(torch.uint8)
+    on_host, on_device = (to, of) if to.is_cpu else (of, to)
     start = at = on_host.data_ptr() - window.address
     end = start + to.numel()
-    parts: list[tuple[torch.Tensor, torch.Tensor]] = []
     while at < end:
         block = at // _BLOCK * _BLOCK
         stop = min(end, block + _BLOCK)
-        _pin(window.address + block, min(_BLOCK, window.nbytes - block))
-        parts.append((to[at - start : stop - start], of[at - start : stop - start]))
+        _pin(window.address + block, min(_BLOCK, window.nbytes - block), on_device)
+        to[at - start : stop - start].copy_(of[at - start : stop - start], non_blocking=True)
         at = stop
-    return parts
 
 
-def _pin(block: int, nbytes: int) -> None:
-    """Page-lock one block. A failure (memlock limit, end of mapping) only causes one warning:
-    copies are slower without page-locking, but still correct.
+def _pin(block: int, nbytes: int, on_device: torch.Tensor) -> None:
+    """Page-lock one block, for copies of a tensor. A failure (memlock limit, end of mapping) only
+    causes one warning: copies are slower without page-locking, but still correct.
     """
     global _pinning_works
     with _lock:
@@ -123,6 +135,10 @@ def _pin(block: int, nbytes: int) -> None:
             _pinned[block] = os.getpid()
             return
         _pinning_works = False
+    # The refusal remains the pending error of this thread, and the next kernel of the thread raises
+    # it, whoever that belongs to.
+    with contextlib.suppress(RuntimeError):
+        on_device.new_ones(1)
     warnings.warn(
         f"the driver does not page-lock shared memory (error {int(result)}); copies to and from "
         "CUDA devices are slower (see ulimit -l)",

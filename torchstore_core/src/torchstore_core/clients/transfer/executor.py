@@ -177,8 +177,8 @@ async def _by_candidate(
     link = await links.connect(candidate)
     if watch is not None:
         watch.on_link(link)
-    if batch.on_device:
-        session.keep_memory()
+    if batch.on_device and has_window(link):
+        await session.keep_memory()
     try:
         return await by_link(link, batch, links.info.capacity_bytes)
     except BaseException as error:

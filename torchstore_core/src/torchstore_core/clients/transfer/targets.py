@@ -380,8 +380,8 @@ class Results:
                     target.address(result)
                 into = result if piece.into is None else narrow(result, piece.into)
                 if into.dtype is source.dtype:
-                    byte_like(into).copy_(byte_like(source))
-                else:
+                    into, source = byte_like(into), byte_like(source)
+                with torch.inference_mode():  # where tensors of that mode may be written to, too
                     into.copy_(source)
         if at not in self.values:
             self.tensor(target)
