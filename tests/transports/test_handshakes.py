@@ -58,7 +58,7 @@ async def test_an_isolated_half_has_a_process_that_ends_with_the_volume() -> Non
 
 
 async def test_an_isolated_half_that_hangs_ends_with_a_killed_server() -> None:
-    async with running_store(prefer=["mailbox-apart"]) as client:
+    async with running_store(prefer=["mailbox-apart"], keeper=False) as client:
         apart = int(await ask(client, Letter("who"), "mailbox-apart"))
         asking = asyncio.ensure_future(ask(client, Letter("hang"), "mailbox-apart"))
         await until(lambda: _sleeps(apart), 10)

@@ -5,28 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 
-import msgspec
 import torch
 from tests.support import SMALL, running_store
-from tests.transports.tcp.proxy import Proxy
+from tests.transports.tcp.proxy import Proxy, lead_through
 
 import torchstore_core as ts
-from torchstore_transports.tcp.wire.protocol import Welcome
 
 _DELAY_S = 0.05
 _ENTRIES = 300
-
-
-def _lead_through(client_volume: object, proxy: Proxy) -> None:
-    """Have the next link of ``tcp`` to a volume connect to the proxy."""
-    ask = client_volume._handshake  # type: ignore[attr-defined]
-
-    async def handshake(transport: str, request: bytes) -> bytes:
-        welcome = msgspec.msgpack.decode(await ask(transport, request), type=Welcome)
-        there = proxy.route(welcome.endpoints)
-        return msgspec.msgpack.encode(msgspec.structs.replace(welcome, endpoints=there))
-
-    client_volume._handshake = handshake  # type: ignore[attr-defined]
 
 
 def _tree(seed: int) -> dict[str, torch.Tensor]:
@@ -42,11 +28,7 @@ async def test_a_store_50_ms_away() -> None:
     """
     with Proxy() as proxy:
         async with running_store(prefer=["tcp"], block=["inline"], **SMALL) as client:
-            (volume,) = (await client._joined.session(10)).volumes
-            for links in volume._all_links():
-                for link in list(links.values()):
-                    volume.close_when_unused(link)
-            _lead_through(volume, proxy)
+            await lead_through(client, proxy)
             proxy.delay_s = _DELAY_S
             for seed in (1, 2):
                 began = time.monotonic()

@@ -96,6 +96,22 @@ async def test_an_operation_that_ends_meanwhile_makes_the_next_begin_with_anothe
             assert await _chosen(client) != APART
 
 
+async def test_a_put_over_a_half_that_is_stopped_ends_in_its_time() -> None:
+    """Whether what it has written may still arrive is not known by then, so that memory waits."""
+    async with _store(3.0) as (client, apart):
+        with _stopped(apart):
+            began = time.monotonic()
+            with (
+                pytest.warns(RuntimeWarning, match=STALLED),
+                pytest.raises(ts.StoreTimeoutError),
+            ):
+                await client.put("t", VALUE + 1)
+            assert time.monotonic() - began < 6
+            await client.put("t", VALUE + 2)
+        assert torch.equal(await client.get("t"), VALUE + 2)
+        await until(lambda: nothing_unfinished(client), 10)
+
+
 async def test_the_last_transport_is_waited_for() -> None:
     strategy = ts.SingletonStrategy(transport=APART)
     async with _store(4.0, strategy=strategy) as (client, apart):

@@ -1,4 +1,4 @@
-"""A gigabyte in one piece, over the transports that move bytes by themselves."""
+"""A gigabyte in one piece, over every transport that needs no engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ GB = 1 << 30
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ["shm", "inprocess", "mailbox", "mailbox-apart"])
+@pytest.mark.parametrize(
+    "name",
+    ["shm", "inprocess", "mailbox", "mailbox-apart", "tcp", "rdma", "gloo", "torchcomms"],
+)
 def test_a_gigabyte_arrives(name: str) -> None:
     class Large(TransportTests):
         large_bytes = GB

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from tests.processes import Script, run_script
-from tests.support import SMALL, bits, halt, running_store, until
+from tests.support import SMALL, bits, halt, running_store, start_store, until
 
 import torchstore_core as ts
 from torchstore_core.contracts.transport import Copy
@@ -29,6 +29,7 @@ _DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex6
 #: So large that it is as a rule still under way when a test looks, and room for one such value.
 _LARGE = 128 * MB
 _ROOM = 192 * MB
+_LASTING = "lasting"
 
 
 class PairTests:
@@ -42,6 +43,25 @@ class PairTests:
         async with running_store(prefer=[self.name], **{**SMALL, **arguments}) as client:
             yield client
             assert {entry["chosen"] for entry in await client.explain()} == {self.name}
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def lasting(cls) -> Iterator[None]:
+        """A store for all tests that do nothing to it or its half, which imports torch."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("TORCHSTORE_BLOCK", raising=False)
+            asyncio.run(start_store(store_name=_LASTING, prefer=[cls.name]))
+        try:
+            yield
+        finally:
+            asyncio.run(ts.shutdown(_LASTING))
+
+    @pytest.fixture
+    async def shared(self, lasting: None) -> AsyncIterator[ts.Client]:
+        client = await ts.client(_LASTING)
+        yield client
+        assert {entry["chosen"] for entry in await client.explain()} == {self.name}
+        await client.delete_batch(await client.keys())
 
     async def link(self, client: ts.Client) -> PairLink:
         """The link that the client uses."""
@@ -67,88 +87,80 @@ class PairTests:
     # ---- bytes ----------------------------------------------------------------------------
 
     @pytest.mark.quick
-    async def test_every_byte_arrives(self) -> None:
+    async def test_every_byte_arrives(self, shared: ts.Client) -> None:
         torch.manual_seed(1)
-        async with self.store() as client:
-            for dtype in _DTYPES:
-                values = {
-                    f"{dtype}/{shape}": torch.randint(0, 2, shape).to(dtype) for shape in _SHAPES
-                }
-                await client.put_batch(values)
-                got = {key: torch.zeros_like(value) for key, value in values.items()}
-                await client.get_batch(got)
-                for key, value in values.items():
-                    assert torch.equal(bits(got[key]), bits(value)), key
+        for dtype in _DTYPES:
+            values = {f"{dtype}/{shape}": torch.randint(0, 2, shape).to(dtype) for shape in _SHAPES}
+            await shared.put_batch(values)
+            got = {key: torch.zeros_like(value) for key, value in values.items()}
+            await shared.get_batch(got)
+            for key, value in values.items():
+                assert torch.equal(bits(got[key]), bits(value)), key
 
-    async def test_strides_and_slices(self) -> None:
+    async def test_strides_and_slices(self, shared: ts.Client) -> None:
         rows = torch.arange(4 * MB).view(2048, 2048)
-        async with self.store() as client:
-            await client.put("columns", rows[:, ::2])
-            assert torch.equal(await client.get("columns"), rows[:, ::2])
-            into = torch.zeros(1024, 2048, dtype=torch.int64).t()
-            await client.get("columns", into)
-            assert torch.equal(into, rows[:, ::2])
+        await shared.put("columns", rows[:, ::2])
+        assert torch.equal(await shared.get("columns"), rows[:, ::2])
+        into = torch.zeros(1024, 2048, dtype=torch.int64).t()
+        await shared.get("columns", into)
+        assert torch.equal(into, rows[:, ::2])
 
-    async def test_thousands_of_pieces(self) -> None:
+    async def test_thousands_of_pieces(self, shared: ts.Client) -> None:
         """Some are large, so that there is everything: messages of one piece and of many."""
         torch.manual_seed(2)
         sizes = [1 + 37 * i % 4001 for i in range(9000)] + [MB, 9 * MB + 1, 100_000, 3]
         values = {
             f"{i}": torch.randint(0, 255, (n,), dtype=torch.uint8) for i, n in enumerate(sizes)
         }
-        async with self.store() as client:
-            for _ in range(2):
-                await client.put_batch(values)
-                got = {key: torch.zeros_like(value) for key, value in values.items()}
-                await client.get_batch(got)
-                assert all(torch.equal(got[key], values[key]) for key in values)
+        for _ in range(2):
+            await shared.put_batch(values)
+            got = {key: torch.zeros_like(value) for key, value in values.items()}
+            await shared.get_batch(got)
+            assert all(torch.equal(got[key], values[key]) for key in values)
 
-    async def test_another_process(self) -> None:
-        async with self.store() as client:
-            address = await ts.address()
-            await run_script(f"""
-                client = await ts.connect({address!r}, prefer=[{self.name!r}])
-                await client.put("t", torch.arange({4 * MB}))
-                assert {{e["chosen"] for e in await client.explain()}} == {{{self.name!r}}}
-                """)
-            got = torch.zeros(4 * MB, dtype=torch.int64)
-            await client.get("t", got)
-            assert torch.equal(got, torch.arange(4 * MB))
+    async def test_another_process(self, shared: ts.Client) -> None:
+        address = await ts.address(_LASTING)
+        await run_script(f"""
+            client = await ts.connect({address!r}, prefer=[{self.name!r}])
+            await client.put("t", torch.arange({4 * MB}))
+            assert {{e["chosen"] for e in await client.explain()}} == {{{self.name!r}}}
+            """)
+        got = torch.zeros(4 * MB, dtype=torch.int64)
+        await shared.get("t", got)
+        assert torch.equal(got, torch.arange(4 * MB))
 
-    async def test_many_at_the_same_time(self) -> None:
+    async def test_many_at_the_same_time(self, shared: ts.Client) -> None:
         """On two event loops: batches must not be mixed up."""
-        async with self.store() as client:
 
-            async def one(number: int) -> None:
-                value = torch.full((MB // 4 + number,), float(number))
-                for _ in range(5):
-                    await client.put(f"{number}", value)
-                    got = torch.zeros_like(value)
-                    await client.get(f"{number}", got)
-                    assert torch.equal(got, value)
+        async def one(number: int) -> None:
+            value = torch.full((MB // 4 + number,), float(number))
+            for _ in range(5):
+                await shared.put(f"{number}", value)
+                got = torch.zeros_like(value)
+                await shared.get(f"{number}", got)
+                assert torch.equal(got, value)
 
-            async def some(first: int) -> None:
-                await asyncio.gather(*(one(first + i) for i in range(8)))
+        async def some(first: int) -> None:
+            await asyncio.gather(*(one(first + i) for i in range(8)))
 
-            await asyncio.gather(asyncio.to_thread(asyncio.run, some(100)), some(0))
+        await asyncio.gather(asyncio.to_thread(asyncio.run, some(100)), some(0))
 
-    async def test_only_ranges_of_the_segment(self) -> None:
+    async def test_only_ranges_of_the_segment(self, shared: ts.Client) -> None:
         """Others are refused before anything moves, and the link can be used afterwards."""
         memory = torch.full((64,), 7, dtype=torch.uint8)
         at, size = memory.data_ptr(), SMALL["capacity"]
         wrong = [(0, size - 63), (0, size + 1), (0, 1 << 63), (1, 0), (0, (1 << 64) - 64)]
-        async with self.store() as client:
-            link = await self.link(client)
-            for segment, offset in wrong:
-                for call in (link.write, link.read):
-                    with pytest.raises(ts.TransportError, match="not inside of segment"):
-                        await call([Copy(at, segment, offset, 64)])
-            assert not link.unsettled
-            assert torch.equal(memory, torch.full((64,), 7, dtype=torch.uint8))
-            await link.write([Copy(at, 0, size - 64, 64)])
-            back = torch.zeros(64, dtype=torch.uint8)
-            await link.read([Copy(back.data_ptr(), 0, size - 64, 64)])
-            assert torch.equal(back, memory)
+        link = await self.link(shared)
+        for segment, offset in wrong:
+            for call in (link.write, link.read):
+                with pytest.raises(ts.TransportError, match="not inside of segment"):
+                    await call([Copy(at, segment, offset, 64)])
+        assert not link.unsettled
+        assert torch.equal(memory, torch.full((64,), 7, dtype=torch.uint8))
+        await link.write([Copy(at, 0, size - 64, 64)])
+        back = torch.zeros(64, dtype=torch.uint8)
+        await link.read([Copy(back.data_ptr(), 0, size - 64, 64)])
+        assert torch.equal(back, memory)
 
     # ---- what goes wrong ------------------------------------------------------------------
 
@@ -340,35 +352,34 @@ class PairTests:
             await until(lambda: _open_files(half) <= baseline[1] + 1, 40)
             await until(lambda: _open_files(os.getpid()) <= baseline[0] + 1, 40)
 
-    async def test_a_forked_child(self) -> None:
+    async def test_a_forked_child(self, shared: ts.Client) -> None:
         """It makes a pair of its own, and its parent's lives on."""
-        async with self.store() as client:
-            address = await ts.address()
-            out = await run_script(f"""
-                import os
-                client = await ts.connect({address!r}, prefer=[{self.name!r}])
-                await client.put("parent", torch.arange({MB}))
+        address = await ts.address(_LASTING)
+        out = await run_script(f"""
+            import os
+            client = await ts.connect({address!r}, prefer=[{self.name!r}])
+            await client.put("parent", torch.arange({MB}))
 
-                async def child():
-                    got = torch.zeros({MB}, dtype=torch.int64)
-                    await client.get("parent", got)
-                    assert torch.equal(got, torch.arange({MB}))
-                    await client.put("child", got)
+            async def child():
+                got = torch.zeros({MB}, dtype=torch.int64)
+                await client.get("parent", got)
+                assert torch.equal(got, torch.arange({MB}))
+                await client.put("child", got)
 
-                import multiprocessing, threading
-                def in_child():
-                    thread = threading.Thread(target=asyncio.run, args=(child(),))
-                    thread.start(); thread.join()
+            import multiprocessing, threading
+            def in_child():
+                thread = threading.Thread(target=asyncio.run, args=(child(),))
+                thread.start(); thread.join()
 
-                process = multiprocessing.get_context("fork").Process(target=in_child)
-                process.start()
-                await asyncio.to_thread(process.join)
-                assert process.exitcode == 0
-                assert torch.equal(await client.get("child"), torch.arange({MB}))
-                print("done")
-                """)
-            assert "done" in out
-            assert torch.equal(await client.get("child"), torch.arange(MB))
+            process = multiprocessing.get_context("fork").Process(target=in_child)
+            process.start()
+            await asyncio.to_thread(process.join)
+            assert process.exitcode == 0
+            assert torch.equal(await client.get("child"), torch.arange({MB}))
+            print("done")
+            """)
+        assert "done" in out
+        assert torch.equal(await shared.get("child"), torch.arange(MB))
 
     # ---- parts ----------------------------------------------------------------------------
 

@@ -9,7 +9,10 @@ import threading
 import time
 from types import TracebackType
 
-from torchstore_transports.tcp.wire.protocol import Endpoint
+import msgspec
+
+import torchstore_core as ts
+from torchstore_transports.tcp.wire.protocol import Endpoint, Welcome
 
 _CHUNK = 256 << 10
 
@@ -135,3 +138,19 @@ class Proxy:
                         source.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(OSError):
             target.shutdown(socket.SHUT_WR)
+
+
+async def lead_through(client: ts.Client, proxy: Proxy) -> None:
+    """Have the links of ``tcp`` to the store's only volume connect to the proxy from now on."""
+    (volume,) = (await client._joined.session(10)).volumes
+    for links in volume._all_links():
+        for link in list(links.values()):
+            volume.close_when_unused(link)
+    ask = volume._handshake
+
+    async def handshake(transport: str, request: bytes) -> bytes:
+        welcome = msgspec.msgpack.decode(await ask(transport, request), type=Welcome)
+        there = proxy.route(welcome.endpoints)
+        return msgspec.msgpack.encode(msgspec.structs.replace(welcome, endpoints=there))
+
+    volume._handshake = handshake

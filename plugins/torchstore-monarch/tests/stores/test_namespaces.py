@@ -22,6 +22,7 @@ from tests.monarch import acts
 from tests.monarch.api_apart import STATE_DICTS, TENSORS, run_tests
 from tests.monarch.jobs import Job, python_path, running
 from tests.support import until
+from tests.transports.tcp.proxy import Proxy, lead_through
 
 import torchstore_core as ts
 from torchstore_core.testing.networks import Namespace
@@ -194,5 +195,32 @@ async def test_the_api_over_two_networks(apart: Job, files: list[str], least: in
         assert not failures, "\n".join(failures)[:20_000]
         assert passed >= least
         assert set((await apart.at(1, acts.transports)).values()) == {"tcp"}
+    finally:
+        await apart.root(acts.shutdown)
+
+
+_DELAY_S = 0.05
+
+
+async def _run_far_away(files: list[str]) -> tuple[int, list[str], int]:
+    """As ``run_tests``, with a proxy on the way to the volume; also the bytes that went through."""
+    with Proxy() as proxy:
+        proxy.delay_s = _DELAY_S
+        await lead_through(await ts.client(), proxy)
+        passed, failures = await run_tests(files)
+        return passed, failures, sum(proxy.forwarded.values())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("files", [TENSORS, STATE_DICTS], ids=["tensors", "state-dicts"])
+async def test_the_api_50_ms_away(apart: Job, files: list[str]) -> None:
+    """The same, and every byte takes 50 ms, each way."""
+    block = ["monarch-rpc", "monarch-rdma", "inline"]
+    await apart.root(acts.initialize_on_hosts, {"num_storage_volumes": 1, "block": block})
+    try:
+        passed, failures, carried = await apart.at(1, _run_far_away, files, timeout=110.0)
+        assert not failures, "\n".join(failures)[:20_000]
+        assert passed >= 150
+        assert carried > MB
     finally:
         await apart.root(acts.shutdown)

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 import msgspec
-from monarch.actor import Actor, concurrent_endpoint, endpoint
+from monarch.actor import Actor, concurrent_endpoint
 
 from torchstore_core.errors import StoreClosedError
 from torchstore_core.machine import topology
@@ -16,7 +16,8 @@ from torchstore_core.server.server import Server, ServerOptions
 from torchstore_core.server.serving.members import Members
 from torchstore_monarch.actors.core_thread import CoreThread
 from torchstore_monarch.actors.swept_directory import SweptDirectory
-from torchstore_monarch.protocol import StoreRequest, encoded_error, outcome
+from torchstore_monarch.actors.uplinks import Uplinks
+from torchstore_monarch.protocol import StoreRequest, outcome
 from torchstore_monarch.rpc.forwarder import Forwarder
 
 __all__ = ["ControllerActor"]
@@ -35,6 +36,7 @@ class ControllerActor(Actor):
         self._core: CoreThread | None = None
         self._server: Server | None = None
         self._relay_server: RelayServer | None = None
+        self._uplinks: Uplinks | None = None
         self._forwarder: Forwarder | None = None
         self._directory: SweptDirectory | None = None
         self._serving: asyncio.Task[None] | None = None  # runs until the last member has left
@@ -67,6 +69,7 @@ class ControllerActor(Actor):
         address = await server.start()
         self._server = server
         self._relay_server = RelayServer(server)
+        self._uplinks = Uplinks(self._relay_server)
         self._forwarder = Forwarder(directory)
         await self._forwarder.start()
         server.before_close = self._forwarder.idle
@@ -103,9 +106,9 @@ class ControllerActor(Actor):
     # ---- the server's end of the relays ---------------------------------------------------
 
     @concurrent_endpoint
-    async def open_uplink(self, here: bytes) -> tuple[bytes, bytes | None]:
-        """Call ``RelayServer.open``."""
-        return await outcome(self._open_uplink(here))
+    async def open_uplink(self, here: bytes, back: Any) -> tuple[bytes, tuple[bytes, Any] | None]:
+        """Call ``Uplinks.open``."""
+        return await outcome(self._open_uplink(here, back))
 
     @concurrent_endpoint
     async def agent_failed(self) -> None:
@@ -115,46 +118,22 @@ class ControllerActor(Actor):
         if self._core is not None and self._relay_server is not None:
             await self._core.call(self._relay_server.close_silent, _SILENT)
 
-    @endpoint(explicit_response_port=True)
-    async def exchange(self, port: Any, token: bytes, requests: bytes) -> None:
-        """Call ``RelayServer.exchange``. Every call of a client on another host goes through here,
-        so the server's thread sends the reply itself: returning to this event loop would take
-        longer than the reply.
-        """
-        core, relay_server = self._core, self._relay_server
-
-        def reply() -> None:
-            try:
-                if relay_server is None:
-                    raise StoreClosedError(_ENDED)
-                port.send((b"", relay_server.exchange(token, requests)))
-            except Exception as error:  # noqa: BLE001 - passed to the caller
-                port.send((encoded_error(error), None))
-
-        try:
-            if core is None:
-                raise StoreClosedError(_ENDED)
-            core.loop.call_soon_threadsafe(reply)
-        except (StoreClosedError, RuntimeError):  # RuntimeError: its loop has just been closed
-            port.send((encoded_error(StoreClosedError(_ENDED)), None))
-
     @concurrent_endpoint
     async def poll(self, token: bytes) -> tuple[bytes, bytes | None]:
         """Call ``RelayServer.poll``."""
         return await outcome(self._poll(token))
 
     async def _poll(self, token: bytes) -> bytes:
-        core, relay_server = self._started()
+        core, relay_server = self._core, self._relay_server
+        if core is None or relay_server is None:
+            raise StoreClosedError(_ENDED)
         return await core.run(relay_server.poll(token))
 
-    async def _open_uplink(self, here: bytes) -> bytes:
-        core, relay_server = self._started()
-        return await core.call(relay_server.open, here)
-
-    def _started(self) -> tuple[CoreThread, RelayServer]:
-        if self._core is None or self._relay_server is None:
+    async def _open_uplink(self, here: bytes, back: Any) -> tuple[bytes, Any]:
+        core, uplinks = self._core, self._uplinks
+        if core is None or uplinks is None:
             raise StoreClosedError(_ENDED)
-        return self._core, self._relay_server
+        return await core.call(uplinks.open, here, back)
 
     # ---- the end --------------------------------------------------------------------------
 
@@ -176,6 +155,8 @@ class ControllerActor(Actor):
             await self._forwarder.close()
         if self._relay_server is not None:
             self._relay_server.close(why="the store was shut down")
+        if self._uplinks is not None:
+            self._uplinks.close()
         if self._server is not None:
             await self._server.close()
         if self._directory is not None:

@@ -20,7 +20,8 @@ from torchstore_core.server.remote.relay import Relay
 from torchstore_monarch.actors.core_thread import CoreThread
 from torchstore_monarch.actors.hosting import hosting
 from torchstore_monarch.actors.swept_directory import SweptDirectory
-from torchstore_monarch.protocol import Placement, outcome, result
+from torchstore_monarch.actors.uplinks import RelayUplink
+from torchstore_monarch.protocol import Placement, outcome
 from torchstore_monarch.rdma.server import RdmaServer
 from torchstore_monarch.rpc.forwarder import Forwarder
 from torchstore_monarch.rpc.server import RpcServer
@@ -30,20 +31,6 @@ __all__ = ["HostActor"]
 
 _WATCH_S = 1.0
 _GRACE_S = 3.0
-
-
-class _Uplink:
-    """A relay's calls to the controller actor."""
-
-    def __init__(self, controller: Any, token: bytes) -> None:
-        self._controller = controller
-        self._token = token
-
-    async def exchange(self, requests: bytes) -> bytes:
-        return result(await self._controller.exchange.call_one(self._token, requests))
-
-    async def poll(self) -> bytes:
-        return result(await self._controller.poll.call_one(self._token))
 
 
 class HostActor(Actor):
@@ -57,6 +44,7 @@ class HostActor(Actor):
         self._directory: SweptDirectory | None = None
         self._volumes: list[Volume] = []
         self._lines: list[VolumeConnection] = []
+        self._uplink: RelayUplink | None = None
         self._relay: Relay | None = None
         self._forwarder: Forwarder | None = None
         self._controller: Any = None
@@ -137,15 +125,15 @@ class HostActor(Actor):
         if self._directory is None:
             raise StoreClosedError("this agent has ended")
         here = msgspec.msgpack.encode(topology.probe())
+        uplink = self._uplink = RelayUplink(self._controller)
         try:
-            token = result(await self._controller.open_uplink.call_one(here))
+            await uplink.open(here)
         except TorchStoreError:
             raise
         except Exception as error:  # whatever the engine raises for a dead actor
             raise StoreClosedError(
                 f"the controller of this store is gone ({type(error).__name__})"
             ) from error
-        uplink = _Uplink(self._controller, token)
         directory = self._directory.path
         private = PrivateDirectory(directory)
         relay = Relay(uplink, private, lost=self._server_gone)
@@ -233,6 +221,8 @@ class HostActor(Actor):
             await self._forwarder.close()
         if self._relay is not None:
             self._relay.close()
+        if self._uplink is not None:
+            self._uplink.close()
         lines, self._lines = self._lines, []
         for line in lines:
             line.close()

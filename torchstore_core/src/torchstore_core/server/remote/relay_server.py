@@ -17,7 +17,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -179,6 +179,11 @@ class RelayServer:
         self._relays: dict[bytes, _RemoteRelay] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._check()
+
+    @property
+    def tokens(self) -> Collection[bytes]:
+        """The tokens of the uplinks that are open."""
+        return self._relays.keys()
 
     def open(self, topology: bytes) -> bytes:
         """Open an uplink for a relay; returns the uplink's token.

@@ -25,6 +25,8 @@ T = TypeVar("T")
 #: Where a server half may run: in a process of its own, or in the client's process.
 PLACES = ("process", "here")
 _TEST_S = 60.0
+# The largest transfer may be as slow as over a slow network.
+_SLOW_BYTES_PER_S = 10e6
 _STRAY_S = 2.0
 _shared: dict[tuple[type, str], Endpoints] = {}
 
@@ -215,7 +217,7 @@ class TransportKit:
             async with endpoints.session() as session:
                 return await work(session, await session.connect())
 
-        return run(main())
+        return run(main(), _TEST_S + self.large_bytes / _SLOW_BYTES_PER_S)
 
 
 def _words(place: str) -> str:
