@@ -96,9 +96,6 @@ async def turn() -> None:
     await asyncio.sleep(0)
 
 
-_reserved: list[socket.socket] = []
-
-
 def free_port() -> int:
     """A TCP port of this host that nobody listens at, and that the system gives to nobody else:
     this process keeps it bound. Who is told of it can listen all the same, for listeners set
@@ -107,8 +104,9 @@ def free_port() -> int:
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.bind(("127.0.0.1", 0))
-    _reserved.append(sock)
-    return int(sock.getsockname()[1])
+    port = int(sock.getsockname()[1])
+    sock.detach()
+    return port
 
 
 def named_memory(pids: Iterable[int]) -> set[Path]:

@@ -60,7 +60,7 @@ async def test_a_server_that_dies_ends_a_transfer_that_would_never_end(
         hangs.set()
         await asyncio.Event().wait()
 
-    async with running_store() as client:
+    async with running_store(keeper=False) as client:
         await client.put("k", torch.zeros(MB))
         pid = (await client.status()).controller_pid
         await client.get("k", torch.empty(MB))

@@ -176,10 +176,13 @@ async def wait_for_ever(pipe: Connection, address: str) -> None:
 
 
 def own(pipe: Connection, way: str) -> None:
-    """Start a store and keep it: alone, beside forked children, or from a thread that ended."""
+    """Start a store and hold it: alone, beside forked children, from a thread that ended, or
+    without a keeper.
+    """
 
     async def start() -> tuple[int, str]:
-        await ts.initialize(capacity=8 << 20, prefault=0)
+        keeper = way != "without a keeper"
+        await ts.initialize(capacity=8 << 20, prefault=0, keeper=keeper)
         await ts.put("a", torch.arange(5))
         return (await ts.status()).controller_pid, await ts.address()
 

@@ -161,6 +161,17 @@ def test_a_server_that_serves_has_no_unpickler() -> None:
     assert after(SERVE, modules=UNSAFE) == after("", modules=UNSAFE) == ["marshal"]
 
 
+def test_a_server_that_serves_loads_nothing_that_only_others_need() -> None:
+    """Neither what a keeper needs, nor what serves clients on other hosts over tcp."""
+    rarely = {
+        "difflib",
+        "torchstore_core.server.keeping.recorded",
+        "torchstore_transports.tcp.serving.peers",
+    }
+    assert set(after(f"import {', '.join(rarely)}", modules=rarely)) == rarely
+    assert after(SERVE, modules=rarely) == []
+
+
 def test_importing_the_package_imports_no_torch() -> None:
     """The server imports it too; torch comes with the first name that needs it."""
     names = "; ".join(
@@ -210,7 +221,7 @@ def test_only_one_module_listens() -> None:
 #: which was looked at in the same turn; and those that only compare addresses.
 MAY_ASK_FOR_ADDRESSES = {
     *("address_of", "check_destination"),
-    *("rows_of", "_pinned_parts"),
+    *("rows_of", "_copy_bytes"),
     *("address", "inline_bytes", "moves", "memory"),
     *("find", "are_apart", "memory_key", "__init__", "from_bytes"),
 }

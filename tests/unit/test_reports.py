@@ -60,6 +60,7 @@ def test_they_are_printed_for_people() -> None:
     assert str(FOUND).startswith("'k' version 3: uint8 10, 10 B\n  in v-0, 1 lease\n  put ")
     assert str(STATUS).splitlines()[2:] == [
         "volume v-0: 64 B of 4.0 KiB used, 0 B leased, 0 B being written",
+        "no keeper: all of this is lost if the server dies",
         "1 unfinished version, 5 B",
         "  version 4 of 'k': not whole yet: done 1 of 2, writing 0, nothing from 1, boxes "
         "missing 1 (the first: w[5]+[5])",

@@ -84,7 +84,7 @@ async def rounds() -> None:
 
 async def stay() -> None:
     """Join, say who the server is, and use the store whenever told to."""
-    await ts.initialize_spmd(**SMALL, keeper="KEEPER" in os.environ)
+    await ts.initialize_spmd(**SMALL)
     await exchange()
     say("server", pid=await server(), address=await ts.address())
     await told()
@@ -96,10 +96,10 @@ async def stay() -> None:
 
 
 async def keep() -> None:
-    """Use a store with a keeper; all ranks go on when rank 0 kills its server, and killed again
+    """Use a store; all ranks go on when rank 0 kills its server, and killed again
     while they leave it ends with the last of them.
     """
-    await ts.initialize_spmd(**SMALL, keeper=True)
+    await ts.initialize_spmd(**SMALL)
     await exchange()
     mapped = await ts.get(f"of {1 - RANK}")
     waiting = asyncio.ensure_future(ts.wait("killed", timeout=60))

@@ -217,7 +217,7 @@ async def test_a_state_dict_that_does_not_come_says_what_there_is(shared):
 
 async def test_a_wait_ends_in_time_though_nobody_can_say_what_there_is():
     """The server is stopped, then it dies: neither hides that the time is over, or prolongs it."""
-    async with running_store(store_name="stopped") as client:
+    async with running_store(store_name="stopped", keeper=False) as client:
         await client.put("k", 1)
         pid = (await client.status()).controller_pid
         await halt(pid)

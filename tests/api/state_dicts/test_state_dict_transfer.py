@@ -298,7 +298,7 @@ async def test_what_is_wrong_with_the_values_is_raised_at_once(shared):
 
 
 async def test_a_commit_that_fails_raises_when_awaited_and_is_logged(caplog):
-    async with running_store(store_name="killed") as client:
+    async with running_store(store_name="killed", keeper=False) as client:
         pid = (await client.status()).controller_pid
         pending = await client.put_state_dict({"w": torch.ones(300_000)}, "k", blocking=False)
         os.kill(pid, signal.SIGKILL)  # the commit has not been sent: this task has not let it run

@@ -64,15 +64,15 @@ async def test_shutdown_is_idempotent_and_leaves_nothing():
     await ts.shutdown()
     await ts.shutdown("never there")
     client = await ts.initialize(**SMALL)
-    pid = (await ts.status()).controller_pid
+    status = await ts.status()
     socket = Path(client.address.removeprefix("unix:"))
     assert socket.is_socket()
     assert socket.parent.stat().st_mode & 0o777 == 0o700
-    assert server_children() == {pid}
+    assert server_children() == {status.keeper_pid}
     assert os.environ["TORCHSTORE_ADDRESS"] == client.address == await ts.address()
     for _ in range(3):
         await ts.shutdown()
-        assert not _exists(pid)
+        assert not _exists(status.controller_pid)
         assert not socket.parent.exists()
         assert "TORCHSTORE_ADDRESS" not in os.environ
     await asyncio.gather(ts.shutdown(), ts.shutdown())
@@ -106,7 +106,7 @@ async def test_two_at_the_same_time_start_one_store():
         assert [type(error) for error in errors] == [ts.ConfigurationError] * 2
         assert all("at this moment" in str(error) for error in errors)
         await ts.put("k", 1)
-        assert server_children() == {(await ts.status()).controller_pid}
+        assert server_children() == {(await ts.status()).keeper_pid}
     finally:
         await ts.shutdown()
     assert server_children() == set()
@@ -183,7 +183,7 @@ async def test_a_cancelled_start_leaves_nothing():
         assert delay > 0.01
     async with running_store():
         # By now, a server of a cancelled start would be up.
-        pid = (await ts.status()).controller_pid
+        pid = (await ts.status()).keeper_pid
         await until(lambda: server_children() == {pid})
 
 

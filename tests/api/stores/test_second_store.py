@@ -200,7 +200,7 @@ async def test_a_cell_that_runs_again(nothing_left: None) -> None:
 
 
 async def test_ones_own_store_that_died_is_started_again(nothing_left: None) -> None:
-    first = await ts.initialize(**SMALL)
+    first = await ts.initialize(**SMALL, keeper=False)
     await first.put("k", 1)
     os.kill((await first.status()).controller_pid, signal.SIGKILL)
     async with _joined() as second:
@@ -212,7 +212,9 @@ async def test_ones_own_store_that_died_is_started_again(nothing_left: None) -> 
 @pytest.mark.parametrize("way", ["initialize", "initialize_spmd"])
 async def test_a_store_that_died_is_not_initialized_already(nothing_left: None, way: str) -> None:
     """What the errors of its calls say works, and so does to initialize it once more."""
-    arguments = SMALL if way == "initialize" else {"env": _alone(), **SMALL}
+    arguments = {"keeper": False, **SMALL}
+    if way == "initialize_spmd":
+        arguments["env"] = _alone()
     first = await getattr(ts, way)(**arguments)
     pid = (await first.status()).controller_pid
     await halt(pid)
@@ -234,7 +236,7 @@ async def test_a_store_that_died_is_not_initialized_already(nothing_left: None, 
 
 
 async def test_a_rank_does_not_start_one_in_the_place_of_all_ranks(nothing_left: None) -> None:
-    client = await ts.initialize_spmd(env=_alone(), **SMALL)
+    client = await ts.initialize_spmd(env=_alone(), **SMALL, keeper=False)
     assert (await ts.connect_or_initialize(**SMALL)).address == client.address
     os.kill((await client.status()).controller_pid, signal.SIGKILL)
     with pytest.raises(ts.StoreClosedError, match="is gone"):
@@ -312,7 +314,9 @@ async def test_tasks_that_join_at_once_all_stay(named: ts.Client) -> None:
 
 
 async def _at_once() -> ts.Client:
-    clients = await asyncio.gather(*(ts.connect_or_initialize(**SMALL) for _ in range(3)))
+    clients = await asyncio.gather(
+        *(ts.connect_or_initialize(**SMALL, keeper=False) for _ in range(3))
+    )
     assert len({client.address for client in clients}) == 1
     pids = {(await client.status()).controller_pid for client in clients}  # none is closed
     assert len(pids) == 1

@@ -145,7 +145,7 @@ async def test_a_get_turns_to_another_copy_when_a_volume_cannot_be_reached() -> 
         assert {place[:7] for place in places.values()} == {"lossy-0", "lossy-1", "lossy-2"}
         store.hide(0)
         context = connected(store, block=["tcp"])
-        with pytest.warns(RuntimeWarning, match="lossy-0 failed"):
+        with pytest.warns(RuntimeWarning, match="lossy-0 is not ready"):
             client = await context.__aenter__()
         try:
             got = await client.get_batch(list(tensors))
@@ -168,7 +168,7 @@ async def test_a_get_turns_to_another_copy_when_a_volume_cannot_be_reached() -> 
             await context.__aexit__(None, None, None)
         store.hide(1)
         context = connected(store, block=["tcp"])
-        with pytest.warns(RuntimeWarning, match=r"lossy-. failed"):
+        with pytest.warns(RuntimeWarning, match=r"lossy-. is not ready"):
             client = await context.__aenter__()
         try:
             for key, place in places.items():

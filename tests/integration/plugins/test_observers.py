@@ -252,7 +252,7 @@ async def test_a_commit_that_goes_on_is_told_of_once_when_it_ends(site: Site) ->
         new = [one for one in seen()[told_before:] if one.name == "put_state_dict"]
         return [(one.key, one.error, one.version, one.nbytes) for one in new]
 
-    async with running_store() as client:
+    async with running_store(keeper=False) as client:
         server = (await client.status()).controller_pid
         told_before = len(seen())
         pending = await begun(client)

@@ -138,8 +138,8 @@ async def inheriting(pipe: Connection, address: str) -> None:
 
 
 async def owning(pipe: Connection) -> None:
-    """Own a store with a keeper, until killed."""
-    client = await ts.initialize(capacity=64 << 20, prefault=0, keeper=True)
+    """Own a store, until killed."""
+    client = await ts.initialize(capacity=64 << 20, prefault=0)
     await ts.put("k", 1)
     pipe.send((client.address, (await ts.status()).controller_pid))
     await asyncio.to_thread(pipe.recv)

@@ -30,6 +30,7 @@ from tests.reliability.harness import (
 from tests.support import running_store, until
 
 import torchstore_core as ts
+from torchstore_transports.shm.link import ShmLink
 
 PAUSE_S = 5.0  # on a busy machine; see benchmarks for what it takes
 
@@ -38,7 +39,7 @@ PAUSE_S = 5.0  # on a busy machine; see benchmarks for what it takes
 async def store() -> AsyncIterator[ts.Client]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHSTORE_REF_GRACE", "0.5")
-        async with running_store(keeper=True, timeout=30) as client:
+        async with running_store(timeout=30) as client:
             yield client
 
 
@@ -231,6 +232,25 @@ async def _holds(number: int) -> bool:
     return await _held() == number
 
 
+async def test_memory_that_is_sought_when_the_server_has_just_died(store: ts.Client) -> None:
+    """That is no reason to warn, and it is found again: the next life offers it elsewhere."""
+    session = await store._joined.session(10)
+    (volume,) = session.volumes
+    candidate = next(c for c in volume.candidates(MB) if c.spec.name == "shm")
+    keeper = (await ts.status()).keeper_pid
+    os.kill(keeper, signal.SIGSTOP)  # so that there is none for a while
+    try:
+        await lose_the_server()
+        with pytest.raises(ts.TransportNotReadyError, match="may come back") as caught:
+            await ShmLink.connect(volume.info.offers["shm"], volume.context)
+        volume.failed(candidate, caught.value)
+    finally:
+        os.kill(keeper, signal.SIGCONT)
+    await ts.put("k", torch.ones(MB))
+    assert (await ts.get("k")).sum() == MB
+    assert {entry["chosen"] for entry in await store.explain()} == {"shm"}
+
+
 async def test_a_child_reads_what_it_inherited_when_its_parent_is_gone(store: ts.Client) -> None:
     """The parent's connection, which the child has, too, protects it, whatever dies first."""
     await ts.put("large", torch.full((MB,), 7.0))
@@ -258,7 +278,7 @@ async def test_it_ends_with_its_owner_and_leaves_nothing(tmp_path: Path) -> None
 
 
 async def test_keeper_and_server_killed_together_is_a_typed_error() -> None:
-    async with running_store(keeper=True, timeout=30) as store:
+    async with running_store(timeout=30) as store:
         await ts.put("k", torch.zeros(MB))
         mapped = await ts.get("k")
         pid = await server_pid()
@@ -268,9 +288,10 @@ async def test_keeper_and_server_killed_together_is_a_typed_error() -> None:
         os.kill(keeper, signal.SIGSTOP)
         kill(pid)
         kill(keeper)
-        with pytest.raises(ts.StoreClosedError, match="is gone"):
+        says = r"'torchstore' .*is gone, and so is its keeper.*what it had is lost.*`await"
+        with pytest.raises(ts.StoreClosedError, match=says):
             await ts.get("k")
-        with pytest.raises(ts.StoreClosedError, match="is gone"):
+        with pytest.raises(ts.StoreClosedError, match=says):
             await waiting
         assert mapped.sum() == 0
         directory = directory_of(store.address)
@@ -309,7 +330,7 @@ async def test_mixed_load_while_it_is_killed(
     seed = random.randrange(1 << 30)
     chance = random.Random(seed)
     monkeypatch.setenv("TORCHSTORE_REF_GRACE", "0.5")
-    async with running_store(keeper=True, capacity=1 << 30, timeout=60) as store:
+    async with running_store(capacity=1 << 30, timeout=60) as store:
         with contextlib.ExitStack() as stack:
             loading = [
                 stack.enter_context(Child(loads.mixed, store.address, n, seed))

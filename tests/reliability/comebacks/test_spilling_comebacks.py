@@ -46,7 +46,7 @@ def _done(tasks: list[asyncio.Future[None]], least: int) -> bool:
 
 async def through(folder: Path, capacity: int, count: int, nbytes: int, kills: int) -> None:
     """Put ``count`` values into a store that has no memory for them, and kill it meanwhile."""
-    async with running_store(capacity=capacity, spill=folder, keeper=True, timeout=60) as store:
+    async with running_store(capacity=capacity, spill=folder, timeout=60) as store:
         directory = directory_of(store.address)
         at_once = asyncio.Semaphore(3)
 
@@ -98,7 +98,7 @@ async def test_two_gigabytes_through_a_small_store(tmp_path: Path) -> None:
 
 async def test_calls_that_wait_for_the_disk_go_on(tmp_path: Path) -> None:
     """They were delayed when the server died; small values and other clients' waits are there."""
-    async with running_store(capacity=16 * MB, spill=tmp_path, keeper=True, timeout=60):
+    async with running_store(capacity=16 * MB, spill=tmp_path, timeout=60):
         for at in range(8):
             await ts.put(f"k{at}", value(at), when_full="spillable")
         pid = (await ts.status()).controller_pid
@@ -133,7 +133,7 @@ async def test_random_use_while_it_is_killed_for_long(tmp_path: Path, seed: int)
 async def used_while_killed(folder: Path, seed: int, kills: int) -> None:
     """Clients that put, get, lease and delete, of which some values may be evicted."""
     chance = random.Random(seed)
-    async with running_store(capacity=8 * MB, spill=folder, keeper=True, timeout=60):
+    async with running_store(capacity=8 * MB, spill=folder, timeout=60):
         users = [User(name, seed + at) for at, name in enumerate("abc")]
         stop = asyncio.Event()
 

@@ -1,4 +1,6 @@
-"""``kill -9`` of the server: every call ends at once with a typed error, and nothing is left."""
+"""``kill -9`` of a server without a keeper: every call ends at once with a typed error, and nothing
+is left.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,8 @@ import torchstore_core as ts
 
 AT_ONCE_S = 1.0
 SAYS = (
-    r"the server of store 'torchstore' .*is gone.*by themselves when it is started again at that "
-    r"address; `await connect_or_initialize\(\)` starts a new one"
+    r"the server of store 'torchstore' .*is gone, and what it had is lost.*by themselves "
+    r"when it is started again at that address; `await connect_or_initialize\(\)` starts a new one"
 )
 
 CALLS: dict[str, Callable[[], Awaitable[Any]]] = {
@@ -63,7 +65,7 @@ async def test_a_call_that_finds_the_server_gone_is_all_that_fails(name: str):
     reported: list[dict[str, Any]] = []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: reported.append(context))
-    async with running_store():
+    async with running_store(keeper=False):
         await ts.put("small", 1)
         pid = (await ts.status()).controller_pid
         os.kill(pid, signal.SIGKILL)
@@ -76,7 +78,7 @@ async def test_a_call_that_finds_the_server_gone_is_all_that_fails(name: str):
 
 @pytest.mark.quick
 async def test_every_call_that_waits_fails_at_once():
-    async with running_store() as client:
+    async with running_store(keeper=False) as client:
         await ts.put_batch({"small": 1, "large": torch.ones(MB)})
         held = await ts.get("large")
         pid = (await ts.status()).controller_pid
@@ -103,7 +105,7 @@ async def test_every_call_that_waits_fails_at_once():
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1, 0.3])
 async def test_a_put_in_the_middle_of_copying_fails_at_once(seconds: float):
-    async with running_store(capacity=256 * MB):
+    async with running_store(capacity=256 * MB, keeper=False):
         pid = (await ts.status()).controller_pid
         # Transposed bytes take seconds to copy.
         put = asyncio.ensure_future(ts.put("a", torch.ones(16384, 16384, dtype=torch.uint8).t()))
@@ -123,7 +125,7 @@ async def test_a_put_in_the_middle_of_copying_fails_at_once(seconds: float):
 
 async def test_nothing_is_left_of_a_killed_server():
     before = children_of(os.getpid())
-    client = await ts.initialize(capacity=64 * MB, prefault=16 * MB)
+    client = await ts.initialize(capacity=64 * MB, prefault=16 * MB, keeper=False)
     directory = directory_of(client.address)
     await ts.put("a", torch.arange(MB))
     held = await ts.get("a")
@@ -163,7 +165,7 @@ async def test_the_server_ends_when_its_owner_is_killed(way: str):
 
 
 async def test_the_next_server_tidies_up_what_nobody_else_could():
-    with Child(children.own, "alone") as owner:
+    with Child(children.own, "without a keeper") as owner:
         server, address, _ = await owner.said()
         directory = directory_of(address)
         await halt(owner.pid)

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 import pytest
-from tests.reliability.harness import Child
+from tests.reliability.harness import Child, kill
 from tests.reliability.histories import recording
 from tests.simulation.promises.recorded import Record, Seen, explain
 from tests.support import running_store
@@ -89,6 +89,7 @@ class Recorder:
             self.ended.append(Record(*what, (), tuple([Seen(*one) for one in result])))
 
 
+@pytest.mark.parametrize("keeper", [False, True], ids=["clients", "server"])
 @pytest.mark.parametrize(
     ("calls", "kills"),
     [
@@ -96,11 +97,14 @@ class Recorder:
         pytest.param(20_000, 200, id="long", marks=[pytest.mark.soak, pytest.mark.timeout(600)]),
     ],
 )
-async def test_what_processes_are_told_can_be_explained(calls: int, kills: int) -> None:
+async def test_what_processes_are_told_can_be_explained(
+    calls: int, kills: int, keeper: bool
+) -> None:
+    """``keeper``: it is not clients that are killed, but the server, which comes back."""
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     chance = random.Random(seed)
-    async with running_store() as client:
+    async with running_store(keeper=keeper, timeout=30) as client:
         recorder = Recorder(client.address, chance)
         for number, key in enumerate(recording.KEYS, 1):
             start = time.monotonic()
@@ -114,8 +118,11 @@ async def test_what_processes_are_told_can_be_explained(calls: int, kills: int) 
                 while len(recorder.ended) < part * calls / (kills + 1):
                     await recorder.listen()
                     await asyncio.sleep(0.005)
-                await recorder.kill()
-                await recorder.join()
+                if keeper:
+                    kill((await ts.status()).controller_pid)
+                else:
+                    await recorder.kill()
+                    await recorder.join()
             while len(recorder.ended) < calls:
                 await recorder.listen()
                 await asyncio.sleep(0.005)

@@ -110,6 +110,17 @@ def _segment(peer: socket.socket) -> None:
         peer.sendmsg([b"x"], [rights])
 
 
+async def test_memory_of_a_server_that_has_died_is_asked_for_again(tmp_path: Path) -> None:
+    """It may come back; until then its socket is one where nobody listens, or is gone."""
+    path = str(tmp_path / "died.sock")
+    with socket.socket(socket.AF_UNIX) as died:
+        died.bind(path)
+    for _ in range(2):
+        with pytest.raises(ts.TransportNotReadyError, match="may come back"):
+            await _shm(path)
+        Path(path).unlink(missing_ok=True)
+
+
 @pytest.mark.parametrize(
     ("connect", "answer"),
     [

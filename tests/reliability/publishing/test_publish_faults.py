@@ -20,7 +20,7 @@ from tests.reliability import children
 from tests.reliability.harness import MB, Account, Child, account, kill, settled
 from tests.reliability.loops.test_cancellation import Way, cancel, give_up, leave, moments
 from tests.reliability.loops.test_loops import LOOPS, NewLoop, open_fds
-from tests.reliability.loops.test_steady import MAPS_GROWTH, RSS_GROWTH, Sample, nothing_is_held
+from tests.reliability.loops.test_steady import stays_flat
 from tests.reliability.publishing import publishers
 from tests.reliability.publishing.publishers import (
     KEY,
@@ -244,34 +244,35 @@ def calls() -> dict[str, Callable[[], Awaitable[Any]]]:
     }
 
 
-async def test_every_call_under_way_fails_at_once_when_the_server_is_killed(address: str):
-    await publish_all("state dict", 1)
-    held = await ts.get_state_dict(KEY)
-    server = (await ts.status()).controller_pid
-    begun = await ts.put_state_dict({"w": torch.ones(MB)}, "other", blocking=False)
-    await halt(server)  # before the commit: nothing is answered any more
-    tasks = {name: asyncio.ensure_future(call()) for name, call in calls().items()}
-    tasks["commit"] = asyncio.ensure_future(begun._result())
-    done, _ = await asyncio.wait(tasks.values(), timeout=0.1)
-    assert not done
-    start = time.monotonic()
-    kill(server)
-    await asyncio.wait(tasks.values())
-    assert time.monotonic() - start < AT_ONCE_S
-    ends = {name: type(task.exception()) for name, task in tasks.items()}
-    assert ends == dict.fromkeys(tasks, ts.StoreClosedError)
-    assert begun.done()
-    for call in calls().values():
-        with pytest.raises(ts.StoreClosedError):
-            await call()
-    assert check("state dict", held) == 1
+async def test_every_call_under_way_fails_at_once_when_the_server_is_killed():
+    async with running_store(capacity=CAPACITY, keeper=False):
+        await publish_all("state dict", 1)
+        held = await ts.get_state_dict(KEY)
+        server = (await ts.status()).controller_pid
+        begun = await ts.put_state_dict({"w": torch.ones(MB)}, "other", blocking=False)
+        await halt(server)  # before the commit: nothing is answered any more
+        tasks = {name: asyncio.ensure_future(call()) for name, call in calls().items()}
+        tasks["commit"] = asyncio.ensure_future(begun._result())
+        done, _ = await asyncio.wait(tasks.values(), timeout=0.1)
+        assert not done
+        start = time.monotonic()
+        kill(server)
+        await asyncio.wait(tasks.values())
+        assert time.monotonic() - start < AT_ONCE_S
+        ends = {name: type(task.exception()) for name, task in tasks.items()}
+        assert ends == dict.fromkeys(tasks, ts.StoreClosedError)
+        assert begun.done()
+        for call in calls().values():
+            with pytest.raises(ts.StoreClosedError):
+                await call()
+        assert check("state dict", held) == 1
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.02])
 async def test_copies_under_way_end_when_the_server_is_killed(seconds: float):
     # Transposed bytes take long to copy.
     value = torch.ones(8192, 8192, dtype=torch.uint8)
-    async with running_store(capacity=4 * value.nbytes):
+    async with running_store(capacity=4 * value.nbytes, keeper=False):
         await ts.put_state_dict({"w": value}, KEY)
         mine = torch.zeros_like(value).t()
         calls = [
@@ -445,14 +446,4 @@ async def test_a_get_of_a_version_that_does_not_come_gives_up_and_writes_nothing
 async def test_cycles_of_publishes_leave_nothing_behind(address: str, cycles: int):
     server = (await ts.status()).controller_pid
     with Child(publishers.publish_cycle, address, cycles) as child:
-        samples: list[dict[str, Sample]] = []
-        for at in (cycles // 5, cycles):
-            assert await child.said(60 + cycles / 50) == at
-            await until(nothing_is_held)
-            samples.append({"client": Sample.of(child.pid), "server": Sample.of(server)})
-            child.tell("go on")
-    early, late = samples
-    for who in early:
-        assert late[who].fds <= early[who].fds, who
-        assert late[who].maps <= early[who].maps + MAPS_GROWTH, who
-        assert late[who].rss <= early[who].rss + RSS_GROWTH, who
+        await stays_flat(child, server, cycles, 60 + cycles / 50)

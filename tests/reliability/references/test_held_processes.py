@@ -287,7 +287,9 @@ async def test_a_stopped_server_does_not_stop_who_encodes_references():
 async def test_references_to_a_store_that_was_started_again_are_gone():
     ref = await ts.put_object(value(2))
     encoded = pickle.dumps(ref)
-    os.kill((await ts.status()).controller_pid, signal.SIGKILL)
+    status = await ts.status()
+    for pid in (status.keeper_pid, status.controller_pid):
+        os.kill(pid, signal.SIGKILL)
     await until(lambda: _is_gone(ref))
     await ts.initialize(**SMALL)
     await ts.put("w", 1)

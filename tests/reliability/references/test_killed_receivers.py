@@ -35,7 +35,8 @@ async def test_what_was_received_by_a_process_that_died_is_not_in_flight(
     monkeypatch: pytest.MonkeyPatch, joins: bool, stopped: bool
 ) -> None:
     monkeypatch.setenv("TORCHSTORE_REF_GRACE", str(GRACE_S))
-    async with running_store() as client:
+    # With a keeper, a receiver that has not joined waits until the server has its connection.
+    async with running_store(keeper=joins or not stopped) as client:
         pid = (await client.status()).controller_pid
         ref = await client.put_object("value")
         with Child(receiver, client.address, joins) as child:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 import random
-from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
+from tests.simulation.promises.states import state_of
 from tests.unit.references.test_holds import singleton
 from tests.unit.server.test_controller import HERE, META, facts, inline, volumes
 from tests.unit.server.test_joint_puts import JointPuts
@@ -25,7 +25,6 @@ from torchstore_core.server.index.catalog import Catalog
 from torchstore_core.server.keeping.compaction import Compaction
 from torchstore_core.server.keeping.log import Log
 from torchstore_core.server.keeping.recorded import RecordedController
-from torchstore_core.server.keeping.recorded_holds import HOLDS
 from torchstore_core.server.keeping.state import CATALOG
 from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.server.memory.volume_record import VolumeRecord
@@ -39,44 +38,6 @@ WIRING = {
     *("spilling", "holds", "repairs", "drains", "unfinished", "_reads"),
 }
 INDEX = {"newest", "names", "timelines", "evictions"}
-
-
-def state_of(controller: Controller) -> Any:
-    """All of its state as plain data; of what several refer to, where it came first."""
-    catalog = controller.catalog
-    holds = controller.holds
-    accounts = [(v.allocator.free_ranges(), v.allocator.used) for v in controller.volumes]
-    accounts += [(v.inline, v.leased, v.unfinished) for v in controller.volumes]
-    roots = [
-        dict(sorted(catalog.newest.items())),
-        vars(catalog.timelines),
-        *(getattr(catalog, name) for name in CATALOG),
-        {name: getattr(holds, name) for name in HOLDS if name not in ("_deadlines", "_counter")},
-        [what for _, _, what in sorted(holds._deadlines)],
-        {key: one[:2] for key, one in catalog.evictions.remembered.items()},
-        controller.spilling.values.cached(),
-        controller.spilling.evicted,
-    ]
-    return plain([*roots, dict(sorted(controller.sessions.items())), accounts], {})
-
-
-def plain(one: Any, seen: dict[int, int]) -> Any:
-    if isinstance(one, msgspec.Struct) and one.__struct_config__.frozen:
-        return one
-    if isinstance(one, msgspec.Struct | dict | list | set):
-        if id(one) in seen:
-            return ("as", seen[id(one)])
-        seen[id(one)] = len(seen)
-    if isinstance(one, msgspec.Struct):
-        names = [name for name in one.__struct_fields__ if name not in ("created", "closed")]
-        return (type(one), [plain(getattr(one, name), seen) for name in names])
-    if isinstance(one, dict):
-        return [(key, plain(value, seen)) for key, value in one.items()]
-    if isinstance(one, set):
-        return [plain(child, seen) for child in sorted(one, key=lambda x: getattr(x, "token", x))]
-    if isinstance(one, list | tuple):
-        return [plain(child, seen) for child in one]
-    return one
 
 
 class ComingBack(JointPuts):

@@ -12,7 +12,6 @@ from hypothesis.stateful import rule
 from tests.unit.references.test_holds import GRACE_S, HoldsMachine, Store, singleton
 
 from torchstore_core import moments
-from torchstore_core.server.keeping import log as logs
 from torchstore_core.server.keeping.log import Log
 from torchstore_core.server.keeping.recorded import RecordedController
 from torchstore_core.server.memory.volume_record import VolumeRecord
@@ -76,7 +75,6 @@ class HoldsComingBack(HoldsMachine):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(moments, "monotonic", self.store.clock.time)
-        self.patch.setattr(logs, "_monotonic", self.store.clock.time)
 
     def teardown(self):
         super().teardown()
@@ -120,7 +118,6 @@ def test_every_attribute_of_a_hold_is_in_the_state() -> None:
 def test_what_is_in_a_value_is_known_again(anew: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     store = RecordedStore()
     monkeypatch.setattr(moments, "monotonic", store.clock.time)
-    monkeypatch.setattr(logs, "_monotonic", store.clock.time)
     try:
         sender = store.session()
         inner = store.put_object(sender, 1, b"inner")

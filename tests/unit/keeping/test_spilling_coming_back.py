@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.keeping.test_coming_back import state_of
+from tests.simulation.promises.states import state_of
 from tests.unit.references.test_holds import singleton
 from tests.unit.server.test_controller import HERE, META, facts, volumes
 
@@ -25,14 +25,22 @@ from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.spilling.delays import Delayed
 from torchstore_core.server.spilling.moves import Mover
 from torchstore_core.server.spilling.policy import State
-from torchstore_core.server.spilling.spill_file import SpillFile, spanned
+from torchstore_core.server.spilling.spill_file import Extent, SpillFile, spanned
 from torchstore_core.wire import messages as m
 
 CAPACITY = 256 << 10
-SIZES = (100, 4096, 20_000, 60_000)
+SIZES = (100, 4096, 20_000, 70_000)  # the last of them is not small
+INLINE = 0.4  # of the values, whose bytes come with the put
 WAIT_S = 30.0
 RETRIED_S = 2.5  # the server waits a second after the disk was full before it tries again
 MOMENT_S = 0.001
+
+
+def _own(extent: Extent) -> list[tuple[int, int]]:
+    """The parts of the file that belong to a value; others may share its first and last page."""
+    if len(extent.runs) > 1:
+        return list(extent.runs)
+    return [(extent.runs[0][0] + extent.head, extent.nbytes)]
 
 
 class World:
@@ -49,7 +57,7 @@ class World:
         self.leased: list[int] = []
         self.waiting: list[Callable[[], None]] = []
         self.file = SpillFile(str(folder), disk)
-        self.restarts = self.away = self.reading = 0
+        self.restarts = self.away = self.reading = self.answered = 0
         self.begin(self.file)
         self.session: SessionRecord = self.controller.open_session(facts(), HERE)
 
@@ -98,7 +106,7 @@ class World:
         self.away = max(self.away, values.away)
         end = 0
         extents = [t.extent for t in values.all() if t.extent is not None]
-        for offset, size in sorted(run for extent in extents for run in extent.runs):
+        for offset, size in sorted(part for extent in extents for part in _own(extent)):
             assert offset >= end, "two values have the same part of the file"
             end = offset + size
         kept = (State.CACHED, State.ON_DISK, State.READING)
@@ -136,7 +144,8 @@ class World:
         number = next(self.numbers)
         data = self.chance.randbytes(self.chance.choice(SIZES))
         evictable = key.startswith("c")
-        item = m.PutItem(key, META, len(data))
+        inline = data if self.chance.random() < INLINE else None
+        item = m.PutItem(key, META, len(data), inline)
         how = m.EVICTABLE if evictable else m.SPILLABLE
         put = m.Put(number, number, [item], when_full=how)
 
@@ -145,7 +154,9 @@ class World:
                 _, grants = self.controller.put(self.session, put)
             except StoreFullError:  # readers hold the rest
                 return
-            assert grants is not None
+            if grants is None:
+                (self.cached if evictable else self.there)[key] = data
+                return
             [grant] = grants
             assert grant is not None
             fd = self.records[0].memory.fd  # type: ignore[attr-defined]
@@ -170,10 +181,13 @@ class World:
                 return
             except StoreFullError:
                 return
-            assert leased
+            self.answered += 1
+            data = (self.cached if key.startswith("c") else self.there)[key]
+            if not leased:
+                assert entry.data == data
+                return
             self.leased.append(number)
             assert entry.grant is not None
-            data = (self.cached if key.startswith("c") else self.there)[key]
             fd = self.records[0].memory.fd  # type: ignore[attr-defined]
             assert os.pread(fd, len(data), entry.grant.offset) == data
 
@@ -222,11 +236,12 @@ class World:
         memory is in pieces, and values have to go.
         """
         deadline = time.monotonic() + RETRIED_S
-        while not self.leased:
+        answered = self.answered
+        while self.answered == answered:
             self.get(key)
             while self.waiting:
                 self.turn(wait=True)
-            if self.leased or time.monotonic() < deadline:
+            if self.answered > answered or time.monotonic() < deadline:
                 continue
             values = self.controller.spilling.values
             allocator = self.controller.volumes[0].allocator

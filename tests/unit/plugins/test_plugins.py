@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -315,6 +316,40 @@ def test_a_distribution_seen_twice_is_no_conflict(site: Site, tmp_path: Path) ->
         assert registry.transport("quick").name == "quick"
     finally:
         sys.path.remove(str(again))
+
+
+def test_an_older_copy_is_hidden_by_one_without_plug_ins(site: Site, tmp_path: Path) -> None:
+    """As for import, the first on the path counts."""
+    site.describe("shrunk", "[console_scripts]\nx = shrunk:main\n", version="2.0")
+    old = tmp_path / "old"
+    old.mkdir()
+    Site(old).describe("Shrunk", f"[{TRANSPORTS}]\nshrunk = shrunk.plugin\n")
+    sys.path.append(str(old))
+    try:
+        assert "shrunk" not in Registry().names(TRANSPORTS)
+    finally:
+        sys.path.remove(str(old))
+    sys.path.insert(0, str(old))
+    try:
+        assert "shrunk" in Registry().names(TRANSPORTS)
+    finally:
+        sys.path.remove(str(old))
+
+
+def test_what_is_installed_is_looked_up_again_when_it_changes(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That takes milliseconds, and every call that finds a store makes a registry."""
+    site.install("first", TRANSPORTS, quick=TRANSPORT)
+    os.utime(site.path, (0, 0))  # long ago: a new change has another time stamp for certain
+    monkeypatch.setattr(sys, "path", [str(site.path)])
+    assert "quick" in Registry().names(TRANSPORTS)
+    (site.path / "first-1.0.dist-info" / "entry_points.txt").unlink()
+    assert "quick" in Registry().names(TRANSPORTS)  # no folder of the path has changed
+    site.install("second", TRANSPORTS, later=TRANSPORT)
+    names = Registry().names(TRANSPORTS)
+    assert "quick" not in names
+    assert "later" in names
 
 
 def test_a_blocked_name_is_not_even_imported(site: Site) -> None:

@@ -60,9 +60,9 @@ class Repairing(RuleBasedStateMachine):
             )
             for i, memory in enumerate(self.memories)
         ]
-        self.controller = Controller(
+        self.controller = self.make(
             records,
-            ReplicatedStrategy(HashStrategy(), copies=2),
+            strategy=ReplicatedStrategy(HashStrategy(), copies=2),
             prefault=False,
             later=self.later,
             start_copier=lambda volume, again=False: self.wanted.append(volume.index),
@@ -77,6 +77,9 @@ class Repairing(RuleBasedStateMachine):
         self.kept: list[Value] = []  # so that no id() is used again
         self.puts: dict[int, list[m.Grant]] = {}
         self.leases: dict[int, list[tuple[int, int, bytes]]] = {}
+
+    def make(self, records: list[VolumeRecord], **options: Any) -> Controller:
+        return Controller(records, **options)
 
     def session(self, role: str = "") -> SessionRecord:
         facts = ClientFacts(1, HERE.host_id, HERE.hostname, role=role)

@@ -93,7 +93,7 @@ async def initialize(
     spill_capacity: int | None = None,
     when_full: str | None = None,
     repair_bandwidth: int | None = None,
-    keeper: bool = False,
+    keeper: bool | None = None,
 ) -> Client:
     """Start a store that is owned by this process. The store ends when the process does, however
     the process ends.
@@ -128,10 +128,10 @@ async def initialize(
             was lost and values have fewer copies than their strategy wants, and when a volume is
             drained; 0: no limit; None: TORCHSTORE_REPAIR_BANDWIDTH, else 256 MiB.
         keeper: if the server dies (``kill -9``, out of memory, a fault of its own), start it again,
-            with every key, version, reference and lease that it had. Clients pause for about a
-            second, calls in progress go on, and tensors stay valid. It costs a small process of
-            11 MB, and a second copy of what small values take. What is on disk (``spill``) is there
-            again, too.
+            with every key, version, reference and lease that it had, also on disk (``spill``).
+            Clients pause for a moment, calls in progress go on, and tensors stay valid. It costs a
+            process that adds 9 MB, and a second copy of what small values take. None: where the
+            runtime can (``local``); False: what is in the store is lost when the server dies.
 
     Raises:
         ConfigurationError: an argument is invalid or names a plug-in that is not installed, or
@@ -204,7 +204,7 @@ async def initialize_spmd(
     spill_capacity: int | None = None,
     when_full: str | None = None,
     repair_bandwidth: int | None = None,
-    keeper: bool = False,
+    keeper: bool | None = None,
 ) -> Client:
     """Start one store for all ranks of a job, for example one started by torchrun. Every rank calls
     this with the same arguments; it returns when all of them have joined.
@@ -228,7 +228,7 @@ async def initialize_spmd(
             strategy ``host`` one per host, with ``singleton`` one.
         capacity, prefault, allow_pickle, prefer, block, spill, spill_capacity, when_full,
             repair_bandwidth, keeper: as for :func:`initialize`. Only stores of a single host can
-            spill, and only these have a keeper yet.
+            spill, and only these have a keeper yet: with ranks on several hosts, None means none.
         timeout: seconds until all ranks must have joined, and default for every operation.
 
     Raises:
@@ -350,7 +350,7 @@ async def connect_or_initialize(
     spill_capacity: int | None = None,
     when_full: str | None = None,
     repair_bandwidth: int | None = None,
-    keeper: bool = False,
+    keeper: bool | None = None,
 ) -> Client:
     """Join the store of that name if there is one, otherwise start it.
 

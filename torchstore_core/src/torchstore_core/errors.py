@@ -199,8 +199,8 @@ class TransportUnavailableError(TransportError):
 
 class TransportNotReadyError(TransportUnavailableError):
     """A transport cannot reach the volume at the moment, because this process or the server has
-    run out of file descriptors, or because the server is too busy. The store retries it by itself
-    a little later.
+    run out of file descriptors, or because the server is too busy, or has died and may come back
+    (``details["died"]`` then says what of it). The store retries it by itself a little later.
     """
 
     code = "transport-not-ready"

@@ -23,7 +23,7 @@ def then() -> Iterator[Callable[[float], None]]:
     """Within this, the clocks show the time, of the monotonic one, that the function is told."""
     global wall, monotonic
     now = wall, monotonic
-    ahead = time.time() - time.monotonic()
+    ahead = wall() - monotonic()
     shown = 0.0
 
     def show(at: float) -> None:

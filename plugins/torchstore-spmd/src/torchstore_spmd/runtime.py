@@ -45,7 +45,7 @@ class _Terms(msgspec.Struct, frozen=True):
     spill_capacity: int | None = None
     when_full: str | None = None
     repair_bandwidth: int | None = None
-    keeper: bool = False
+    keeper: bool | None = None
 
     @classmethod
     def of(cls, options: StoreOptions, env: SPMDEnv) -> _Terms:

@@ -99,7 +99,7 @@ class Client(VolumeOperations):
                 ``"spillable"``: it is written to disk, and read back by the next get;
                 ``"evictable"``: it is dropped, the least recently used value first. None: what the
                 store was initialized with. Values that somebody reads, or holds a zero-copy tensor
-                of, stay in any case; so do small values that are spillable.
+                of, stay in any case.
             timeout: seconds. A put that finds memory full waits until other values are on disk.
             allow_pickle: False refuses objects that need pickle; None: the client's default.
 

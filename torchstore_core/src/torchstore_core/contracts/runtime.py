@@ -29,7 +29,8 @@ class StoreOptions(msgspec.Struct, frozen=True):
             ``contracts.when_full``.
         repair_bandwidth: the most bytes per second that the store copies by itself, see
             ``reports.bandwidths``; 0: no limit.
-        keeper: whether the server is started again, with all that it had, when it dies.
+        keeper: whether the server is started again, with all that it had, when it dies; None: if
+            the runtime can do that.
     """
 
     store_name: str
@@ -43,7 +44,7 @@ class StoreOptions(msgspec.Struct, frozen=True):
     spill_capacity: int | None = None
     when_full: str | None = None
     repair_bandwidth: int | None = None
-    keeper: bool = False
+    keeper: bool | None = None
 
 
 class Runtime(ABC):

@@ -7,11 +7,13 @@ error names both.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import logging
+import os
 import re
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
 from typing import Any
@@ -30,6 +32,7 @@ __all__ = ["GROUPS", "OBSERVERS", "RUNTIMES", "Registry", "load_class"]
 log = logging.getLogger(__name__)
 
 _PACKAGE_PART = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*\Z")
+_ENTRY_POINTS = "entry_points.txt"
 _NAME = re.compile(r"^name:\s*(\S+)", re.IGNORECASE | re.MULTILINE)
 
 #: Entry-point group of the observers, which are told of operations.
@@ -54,6 +57,12 @@ _PACKAGES = {
 }
 
 
+# The entry points that were found last, and when each folder of the path had last been changed.
+_remembered: tuple[dict[str, int], list[metadata.EntryPoint]] | None = None
+# A folder that was changed less long ago may be changed again and keep its time stamp.
+_SETTLED_NS = 1_000_000_000
+
+
 def load_class(path: str) -> Any:
     """Return the object that ``"module:Name"`` names.
 
@@ -70,28 +79,67 @@ def load_class(path: str) -> Any:
 
 
 def _distribution(entry: metadata.EntryPoint) -> str:
-    return entry.dist.name if entry.dist is not None else "an unknown distribution"
+    return _name_of(entry.dist) if entry.dist is not None else "an unknown distribution"
 
 
-def _installed() -> Iterator[metadata.EntryPoint]:
-    """Yield all installed entry points. If a distribution is on the path twice, the first one
-    counts, as it does for import.
+def _installed() -> list[metadata.EntryPoint]:
+    """Return the installed entry points of all groups, which are looked up again when a folder of
+    the path has changed.
 
     Raises:
         TransportNotReadyError: this process has no file descriptor left to look for any.
     """
+    global _remembered
     check_descriptors("the list of installed plug-ins")
+    now = time.time_ns()
+    changed = {path: _changed(path) for path in sys.path}
+    remembered = _remembered
+    if remembered is not None and remembered[0] == changed:
+        return remembered[1]
+    found = list(_search())
+    settled = now - max(changed.values(), default=0) > _SETTLED_NS
+    _remembered = (changed, found) if settled else None
+    return found
+
+
+def _changed(path: str) -> int:
+    """Return when a folder was last changed; 0 if there is none."""
+    try:
+        return os.stat(path or ".").st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _search() -> Iterator[metadata.EntryPoint]:
+    """Yield the installed entry points of all groups. If a distribution is on the path twice, the
+    first one counts, as it does for import.
+    """
     seen: set[str] = set()
     for distribution in metadata.distributions():
         try:
+            text = distribution.read_text(_ENTRY_POINTS) or ""
+            if not any(group in text for group in GROUPS):
+                continue
             name = _name_of(distribution).lower().replace("_", "-")
             entries = distribution.entry_points
+            first = _find(name)
+            is_first = first is None or first.read_text(_ENTRY_POINTS) == text
         except Exception:
             log.warning("unreadable metadata of an installed package", exc_info=True)
             continue
-        if name not in seen:
+        if is_first and name not in seen:
             seen.add(name)
-            yield from entries
+            yield from (entry for entry in entries if entry.group in GROUPS)
+
+
+def _find(name: str) -> metadata.Distribution | None:
+    """The distribution that counts; None if its folder is named so that a search by name does not
+    find it, as tools wrote them before there was a rule.
+    """
+    try:
+        return metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _name_of(distribution: metadata.Distribution) -> str:
@@ -107,6 +155,8 @@ def _near(unknown: Sequence[str], known: Iterable[str]) -> str:
     >>> _near(["hsh"], ["hash", "host"]), _near(["x"], ["hash"])
     ("did you mean 'hash'", '')
     """
+    import difflib  # only for people who have mistyped a name
+
     names = list(known)
     near = [n for u in unknown for n in difflib.get_close_matches(u, names, 1)]
     return f"did you mean {' and '.join(map(repr, dict.fromkeys(near)))}" if near else ""
@@ -146,7 +196,7 @@ class Registry:
                 continue
             same = named.setdefault(entry.name, [])
             # One distribution found twice (editable and built metadata) is no conflict.
-            if _identity(entry) not in map(_identity, same):
+            if all(_identity(entry) != _identity(other) for other in same):
                 same.append(entry)
         self._manager = pluggy.PluginManager(hooks.PROJECT)
         self._manager.add_hookspecs(hooks.HookSpecs)

@@ -81,6 +81,8 @@ class SpillStatus(msgspec.Struct, frozen=True):
         evicted, evicted_bytes: how many values have been evicted so far, and their bytes.
         trouble: why nothing could be written the last time; empty if it could.
         file_system: the type of the directory's file system; empty if it is not known.
+        left_bytes: how many more bytes can be spilled, as far as is known: others may use the same
+            disk.
     """
 
     directory: str = ""
@@ -96,6 +98,7 @@ class SpillStatus(msgspec.Struct, frozen=True):
     evicted_bytes: int = 0
     trouble: str = ""
     file_system: str = ""
+    left_bytes: int = 0
 
     def __str__(self) -> str:
         """One line for people; empty if nothing is spilled or evicted."""
@@ -131,6 +134,7 @@ class StatusReport(msgspec.Struct, frozen=True):
         pending_bytes: the committed bytes of all unfinished versions.
         spill: what has left memory because it was full.
         repair: values that lack copies, or are on a volume that is drained.
+        keeper_pid: the keeper, which starts the server again if it dies; 0: there is none.
         log_bytes: the memory of the log of a store with a keeper, besides that of its volumes.
     """
 
@@ -151,6 +155,7 @@ class StatusReport(msgspec.Struct, frozen=True):
     spill: SpillStatus = SpillStatus()
     repair: RepairStatus = RepairStatus()
     log_bytes: int = 0
+    keeper_pid: int = 0
 
     def __str__(self) -> str:
         """Describe the store's keys, sessions and volumes, and any problems."""
@@ -173,8 +178,10 @@ class StatusReport(msgspec.Struct, frozen=True):
             lines.append(f"and {count_text(len(living) - MOST_SHOWN, 'volume')} more")
         if spill := str(self.spill):
             lines.append(spill)
-        if self.log_bytes:
-            lines.append(f"the log that the keeper has takes {human_bytes(self.log_bytes)}")
+        if self.keeper_pid:
+            lines.append(f"keeper pid {self.keeper_pid}, its log {human_bytes(self.log_bytes)}")
+        else:
+            lines.append("no keeper: all of this is lost if the server dies")
         if repair := str(self.repair):
             lines.append(f"repair: {repair}")
         lines += [f"volume {v.id} is lost: {v.lost}" for v in self.volumes if v.lost]

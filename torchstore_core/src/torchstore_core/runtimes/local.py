@@ -27,7 +27,6 @@ from torchstore_core.machine.processes import is_exiting
 from torchstore_core.machine.topology import capacity_warning, memory_limit_bytes
 from torchstore_core.plugins.ranking import Policy
 from torchstore_core.plugins.strategy_data import encode_strategy
-from torchstore_core.server.keeping.link import KEEPER
 
 __all__ = ["LocalRuntime"]
 
@@ -76,6 +75,7 @@ class LocalRuntime(Runtime):
             "when_full": options.when_full,
             "repair_bandwidth": options.repair_bandwidth,
             "members": self._members,
+            "keeper": options.keeper is not False,
         }
         if strategy is not None:
             config["strategy"], config["strategy_fields"] = encode_strategy(strategy)
@@ -83,10 +83,6 @@ class LocalRuntime(Runtime):
         # a process session of its own, so that Ctrl-C goes only to the owner, which then stops it.
         command = [sys.executable, "-P", "-m", "torchstore_core.server"]
         command.append(msgspec.json.encode(config).decode())
-        if options.keeper:
-            order = {"command": command, "owner": os.getpid()}
-            # By its path, and isolated: it needs nothing but the standard library.
-            command = [sys.executable, "-I", "-S", KEEPER, msgspec.json.encode(order).decode()]
         try:
             line = await asyncio.wait_for(in_thread(lambda: self._launch(command)), options.timeout)
             return self._address(line)

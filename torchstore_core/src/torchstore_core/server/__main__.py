@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # until all is imported: none of that is garbage
+
 import asyncio
 import ctypes
-import gc
+import functools
 import logging
 import os
 import signal
@@ -15,7 +20,7 @@ import msgspec
 
 from torchstore_core.errors import ConfigurationError, TorchStoreError
 from torchstore_core.machine.processes import ProcessWatch
-from torchstore_core.server.keeping.link import Given, KeeperLink
+from torchstore_core.server.keeping.link import KeeperLink
 from torchstore_core.server.server import Ready, Server, ServerOptions
 from torchstore_core.server.serving.journal import log_to_stderr
 from torchstore_core.server.serving.listening import raise_descriptor_limit
@@ -32,9 +37,11 @@ class ProcessOptions(ServerOptions, frozen=True):
     Args:
         members: whether the server ends with the last of its members. ``owner`` then only starts
             it; the server still ends with the owner if no member has joined until then.
+        keeper: whether the process is a keeper, and the server a process of its own below it.
     """
 
     members: bool = False
+    keeper: bool = False
 
 
 def run(
@@ -47,20 +54,40 @@ def run(
     Args:
         options: the options of the server.
         say: called once, with ``Ready``, or with ``error`` (a code) and ``message`` if the server
-            cannot start. The default prints a line of JSON on stdout.
+            cannot start. The default prints a line of JSON on stdout, or tells the keeper.
         keeper: starts the server again if it dies; None: nobody does.
     """
     _return_large_blocks()
     gc.set_threshold(_COLLECT_EVERY, *gc.get_threshold()[1:])
     raise_descriptor_limit()
+    if say is None:
+        say = _say if keeper is None else keeper.started
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_main(options, say, keeper))
+
+
+def keep(
+    options: ServerOptions, started: Callable[[dict[str, str | int]], None], owner: int = 0
+) -> int:
+    """Make this process the keeper of a server, until that is told to stop; returns the exit
+    status. See ``keeping.keeper.Keeper``.
+    """
+    # Here is imported, once, what all lives of the server need; one without a keeper does not.
+    from torchstore_core.server.keeping import compaction, recorded, returning  # noqa: F401
+    from torchstore_core.server.keeping.keeper import Keeper
+
+    _loop_factory()
+    serve = functools.partial(run, options, None)
+    return Keeper(serve, started, owner).run()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """What makes the fastest event loop that is installed; None: the one of Python."""
     try:
         import uvloop
     except ImportError:
-        runner = asyncio.Runner()
-    else:
-        runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
-    with runner:
-        return runner.run(_main(options, say or _say, keeper))
+        return None
+    return uvloop.new_event_loop
 
 
 def _return_large_blocks() -> None:
@@ -122,21 +149,29 @@ def _say(line: object) -> None:
         logging.getLogger(__name__).debug("nobody reads the ready line")
 
 
+def _say_last(line: object) -> None:
+    """Say it, and that nothing follows, to whoever reads until the end."""
+    _say(line)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
+
+
 def main() -> int:
     """Run the server whose options are on the command line; returns the exit status."""
+    gc.freeze()
+    gc.enable()
     try:
         log_to_stderr("WARNING", "torchstore server %(process)d")
     except ConfigurationError as error:
         _say({"error": error.code, "message": error.message})
         return 1
     options = msgspec.json.decode(sys.argv[1].encode(), type=ProcessOptions)
-    keeper = None
-    if len(sys.argv) > 2:  # the keeper's addition
-        with open(int(sys.argv[2]), "rb") as paper:
-            paper.seek(0)
-            keeper = KeeperLink(msgspec.json.decode(paper.read(), type=Given))
-    return run(options, None, keeper)
+    return keep(options, _say_last, options.owner) if options.keeper else run(options)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    # All is closed: taking down the interpreter would be a sixth of all that a short-lived server
+    # does, and whoever ends the store waits for it.
+    os._exit(status)

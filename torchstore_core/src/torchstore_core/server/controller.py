@@ -135,12 +135,13 @@ class Controller:
             start_copier,
             repair_bandwidth,
         )
-        self.drains = Drains(self.volumes, self.repairs, later)
+        refuses = ""
         if mover is not None:
-            self.drains.refuses = (
+            refuses = (
                 "this store spills values to disk, and those are not moved to other volumes yet. "
                 "Start it without spill="
             )
+        self.drains = Drains(self.volumes, self.repairs, later, refuses)
 
     # ---- sessions -------------------------------------------------------------------------
 

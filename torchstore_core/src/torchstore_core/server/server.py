@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -29,11 +29,7 @@ from torchstore_core.reports.bandwidths import repair_bandwidth
 from torchstore_core.reports.status import StatusReport
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.records import SessionRecord
-from torchstore_core.server.keeping.compaction import Compaction
 from torchstore_core.server.keeping.link import KeeperLink
-from torchstore_core.server.keeping.log import Log
-from torchstore_core.server.keeping.recorded import RecordedController
-from torchstore_core.server.keeping.returning import Returning
 from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.server.memory.segment import call_from_thread
 from torchstore_core.server.memory.volume import Volume, default_capacity, default_prefault
@@ -52,6 +48,10 @@ from torchstore_core.server.serving.members import Members, is_member
 from torchstore_core.server.spilling.moves import Mover
 from torchstore_core.server.spilling.spill_file import SpillFile
 from torchstore_core.wire import messages as m
+
+if TYPE_CHECKING:
+    from torchstore_core.server.keeping.compaction import Compaction
+    from torchstore_core.server.keeping.returning import Returning
 
 __all__ = ["Ready", "Server", "ServerOptions"]
 
@@ -285,14 +285,19 @@ class Server:
         self, keeper: KeeperLink, volumes: list[VolumeRecord], given: dict[str, Any]
     ) -> Controller:
         """The controller of the last life of this server, or a new one that the next will have."""
+        # Servers without a keeper need none of this in memory.
+        from torchstore_core.server.keeping.compaction import Compaction
+        from torchstore_core.server.keeping.recorded import RecordedController
+        from torchstore_core.server.keeping.returning import Returning
+
         begun = time.monotonic()
-        log = Log(keeper.kept("log"))
+        log = keeper.log()
         controller = RecordedController(log, volumes, self._strategy, **given)
         keeper.keep("log", log.fd, incarnation=str(controller.incarnation))
         controller.restore()
         if self.members is not None:
             self.members.restored(controller.sessions.values())
-        self.returning = Returning(controller, self._died_meanwhile)
+        self.returning = Returning(controller, keeper.life, self._died_meanwhile)
         names = [name.removeprefix(_SESSION) for name in keeper.names() if _SESSION in name]
         self.returning.begin({int(name) for name in names})
         self._compaction = Compaction(controller, functools.partial(keeper.keep, "log"))
@@ -308,10 +313,10 @@ class Server:
         self._keeper.keep(f"{_SESSION}{session.serial}", fd)
         return True
 
-    def drop_connection(self, serial: int) -> None:
-        """The liveness connection of the session with this number has closed."""
+    def drop_connection(self, session: SessionRecord) -> None:
+        """The session whose liveness connection the keeper has is closed."""
         if self._keeper is not None:
-            self._keeper.drop(f"{_SESSION}{serial}")
+            self._keeper.drop(f"{_SESSION}{session.serial}")
 
     async def _take_connections(self) -> None:
         """Go on with the liveness connections that have outlived an earlier life."""
@@ -631,4 +636,5 @@ class Server:
             spill=controller.spilling.status(),
             repair=controller.repairs.status(),
             log_bytes=0 if self._compaction is None else self._compaction.memory_nbytes,
+            keeper_pid=0 if self._keeper is None else os.getppid(),
         )

@@ -61,7 +61,7 @@ from torchstore_core.wire.memory import Warm as Warm
 from torchstore_core.wire.memory import Warmed as Warmed
 from torchstore_core.wire.memory import WatchProcess as WatchProcess
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 
 #: Largest frame, in bytes. A longer reply is sent in pages (``wire.paging``); a longer request is
 #: not possible. 18,000 entries of a state dict take about 2 MB.
@@ -113,11 +113,17 @@ class Hello(Message, frozen=True, tag="hello"):
 class Resume(Message, frozen=True, tag="resume"):
     """What the client of a session has that has come back: ids of unfinished puts, and leases, each
     with the positions that it holds (None: all). The rest is given up. Reply :class:`Done`.
+
+    ``life``: of the server that it answers. A later one, which only reads it because the one before
+    has died, waits for the answer to its own question: what the client has begun since is not in
+    this one. ``asks``: the numbers (``wire.repeating``) of requests that it may still send again.
     """
 
     id: int
+    life: int
     txns: list[int]
     leases: list[tuple[int, list[int] | None]]
+    asks: list[int]
 
 
 class PutItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -293,8 +299,9 @@ class Release(Message, frozen=True, tag="release"):
 
 
 class Keep(Message, frozen=True, tag="keep"):
-    """Announce that this process page-locks memory of volumes. No reply. None of it may be returned
-    to the system while the session lives, or the device would keep using the old pages.
+    """Announce that this process page-locks memory of volumes. No reply; before it page-locks any,
+    the client waits for the reply to a later request. None of it may be returned to the system
+    while the session lives, or the device would keep using the old pages.
     """
 
 

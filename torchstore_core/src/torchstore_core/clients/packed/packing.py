@@ -179,8 +179,9 @@ def copy_now(pairs: Sequence[Pair]) -> None:
     # Another thread waits for the copy threads, because this one may be running an event loop.
     with ThreadPoolExecutor(1) as thread:
         done = thread.submit(lambda: asyncio.run(copy_tensors(SUBJECT, on_host)))
-        for target, source in pairs:  # in this thread, which has the user's current stream
-            if not (target.is_cpu and source.is_cpu):
-                address_of(SUBJECT, target), address_of(SUBJECT, source)
-                byte_like(target).copy_(byte_like(source))
+        with torch.inference_mode():  # where tensors of that mode may be written to, too
+            for target, source in pairs:  # in this thread, which has the user's current stream
+                if not (target.is_cpu and source.is_cpu):
+                    address_of(SUBJECT, target), address_of(SUBJECT, source)
+                    byte_like(target).copy_(byte_like(source))
         done.result()

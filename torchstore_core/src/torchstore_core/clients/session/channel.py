@@ -35,6 +35,7 @@ from torchstore_core.wire import framing
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import FrameReader, encode
 from torchstore_core.wire.paging import joined
+from torchstore_core.wire.repeating import number_of
 
 __all__ = ["QUICK_ENTRIES", "Channel", "MessageTooLargeError"]
 
@@ -483,6 +484,13 @@ class Channel:
                 with suppress(TorchStoreError):  # then it has failed with the channel
                     number: int = request.id  # type: ignore[attr-defined]
                     self.send(m.Again(number, request))  # type: ignore[arg-type]
+
+    def unanswered(self) -> list[int]:
+        """The numbers of the requests that :meth:`adopt` sends again, see ``wire.repeating``. Safe
+        in any thread.
+        """
+        waiting = list(self._pending.copy().values())
+        return [number_of(one) for future, _, one in waiting if one and not future.done()]
 
     def give_up(self) -> None:
         """The server does not come back. In the thread of the loop."""

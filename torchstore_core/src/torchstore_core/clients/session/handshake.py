@@ -118,7 +118,10 @@ async def _handshake(
                     if not data:
                         raise ConnectionResetError("the server closed the connection")
                     bodies = reader.feed(data)
-            reply = framing.decode_reply(bodies[0])
+            replies = [framing.decode_reply(body) for body in bodies]
+            # The last one counts: if the server has died and is back, it asks with it.
+            welcomes = [one for one in replies if isinstance(one, m.Welcome)]
+            reply = welcomes[-1] if welcomes else replies[0]
         except TimeoutError as error:
             what = f"no answer from {address} within {in_seconds(timeout)}: it is stopped, or busy"
             if not accepted:

@@ -24,17 +24,16 @@ _RECEIVE = 1 << 18
 
 def rejoin(
     path: str,
-    messages: Callable[[], list[m.Message]],
+    hello: m.Hello,
     wanted: Callable[[], bool],
     *,
     once: bool = False,
 ) -> tuple[socket.socket, m.Welcome, FrameReader] | None:
-    """Connect, send messages, of which the first is a ``Hello``, and wait until all are answered.
-    As often as the connection is lost, this begins anew.
+    """Connect, say hello, and wait for the answer. As often as the connection is lost, this begins
+    anew.
 
     Args:
         path: of the server's socket.
-        messages: makes them, for each attempt.
         wanted: whether to go on.
         once: do not begin anew.
 
@@ -49,7 +48,7 @@ def rejoin(
     while wanted():
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
-            found = _attempt(sock, path, messages(), wanted)
+            found = _attempt(sock, path, hello, wanted)
         except BaseException:
             sock.close()
             raise
@@ -73,7 +72,7 @@ def has_ended(sock: socket.socket) -> bool:
 
 
 def _attempt(
-    sock: socket.socket, path: str, messages: list[m.Message], wanted: Callable[[], bool]
+    sock: socket.socket, path: str, hello: m.Hello, wanted: Callable[[], bool]
 ) -> tuple[socket.socket, m.Welcome, FrameReader] | None:
     """One attempt; None if the connection was lost, or is not wanted any more."""
     sock.settimeout(_LOOK_S)
@@ -85,12 +84,9 @@ def _attempt(
         raise StoreClosedError(f"no store at {path}: {error}") from error
     reader = FrameReader(m.MAX_FRAME)
     welcome: m.Welcome | None = None
-    left = sum(getattr(message, "id", 0) > 0 for message in messages)
-    unsent = memoryview(b"".join(map(encode, messages)))
     try:
-        while unsent:
-            unsent = unsent[sock.send(unsent) :]
-        while left:
+        sock.sendall(encode(hello))
+        while welcome is None:
             try:
                 data = sock.recv(_RECEIVE)
             except TimeoutError:
@@ -103,16 +99,12 @@ def _attempt(
                 reply = framing.decode_reply(body)
                 if isinstance(reply, m.Failure):
                     raise from_wire(reply.code, reply.message, reply.key, reply.details)
-                if isinstance(reply, m.Welcome):
-                    welcome = reply
-                    left -= 1
-                elif isinstance(reply, m.Done):
-                    left -= 1
+                if not isinstance(reply, m.Welcome):
+                    raise ProtocolError(f"{path} did not answer a hello")
+                welcome = reply
     except msgspec.DecodeError as error:
         raise ProtocolError(f"{path} does not speak this protocol: {error}") from error
     except OSError:
         return None
-    if welcome is None:
-        raise ProtocolError(f"{path} did not answer a hello")
     sock.settimeout(None)
     return sock, welcome, reader

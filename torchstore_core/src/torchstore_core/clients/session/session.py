@@ -30,7 +30,7 @@ from torchstore_core.clients.session.reclaimer import Reclaimer
 from torchstore_core.clients.session.rejoining import has_ended, rejoin
 from torchstore_core.clients.session.volume_links import VolumeLinks
 from torchstore_core.contracts.strategy import ClientFacts
-from torchstore_core.errors import StoreClosedError, TorchStoreError
+from torchstore_core.errors import StoreClosedError, StoreTimeoutError, TorchStoreError
 from torchstore_core.machine import topology
 from torchstore_core.plugins.ranking import Policy
 from torchstore_core.plugins.registry import Registry
@@ -72,6 +72,7 @@ class Session:
                 policy,
                 socket_path(address),
                 functools.partial(_handshake, weakref.ref(self), info.index),
+                comes_back=welcome.life > 0,
             )
             for info in welcome.volumes
         ]
@@ -79,12 +80,17 @@ class Session:
         self._ids = itertools.count(1)
         # By the id() of the event loop that keeps them alive; see the docstring of ``channel``.
         self._channels: dict[int, weakref.ref[Channel]] = {}
-        advice = f". {what_to_do}"
         if welcome.via is not None:
-            advice = ", or the process of this host that led to it; try again"
+            gone, what_to_do = "is gone, or the process of this host that led to it", "Try again"
+        elif welcome.life:
+            gone = "is gone, and so is its keeper, which would start it again: what it had is lost"
+        else:
+            gone = "is gone, and what it had is lost"
+        #: What to say of the server when that is so.
+        self.gone = gone
         self._gone_message = (
             f"the server of store {welcome.store_name!r} (pid {welcome.server.pid}, "
-            f"{address}) is gone{advice}"
+            f"{address}) {gone}. {what_to_do}"
         )
         # Only atomic operations: finalizers change these in any thread and at any moment.
         self._uses: set[int] = set()  # calls in progress, by their id()
@@ -93,9 +99,13 @@ class Session:
         self.leases_in_use: set[int] = set()
         self._channels_lost = False
         self._keeps_memory = False
+        self._memory_is_kept = False  # the server knows
         self._closing = False
         self._warm: list[tuple[int, int, int]] = list(welcome.warm)
         self._reclaimer = Reclaimer(self, liveness, _place(address, welcome))
+        if not welcome.id:  # not the answer: the server has died, is back, and asks what there is
+            for message in self._resuming(list):
+                self._reclaimer.send(message)
         self._reclaimer.start()
 
     @classmethod
@@ -302,11 +312,25 @@ class Session:
         channel = await self.channel(HANDSHAKE_S)
         await channel.call(m.Settle(channel.next_id(), volume, transport), m.Done, HANDSHAKE_S)
 
-    def keep_memory(self) -> None:
-        """Must be called before pool memory is page-locked: see ``messages.Keep``."""
-        if not self._keeps_memory:
-            self._keeps_memory = True
-            self._reclaimer.send(m.Keep())
+    async def keep_memory(self) -> None:
+        """Must be awaited before memory of volumes is page-locked: see ``messages.Keep``.
+
+        Raises:
+            StoreClosedError: the server is gone.
+            StoreTimeoutError: the server does not answer.
+        """
+        if self._memory_is_kept:
+            return
+        self._keeps_memory = True
+        self._reclaimer.send(m.Keep())
+        # Until the server has read it, it may return memory to the system.
+        if not await self.wait_released(await self.channel(HANDSHAKE_S), HANDSHAKE_S):
+            raise StoreTimeoutError(
+                f"no answer from {self.address} within {HANDSHAKE_S:g} s, so its memory cannot be "
+                "page-locked for a device: it is stopped, or busy",
+                details={"operation": "keep", "timeout": HANDSHAKE_S, "address": self.address},
+            )
+        self._memory_is_kept = True
 
     # ---- called by the reclaimer ----------------------------------------------------------
 
@@ -337,11 +361,9 @@ class Session:
         if not self.welcome.life:
             return None
 
-        def messages() -> list[m.Message]:
-            return [self._hello(returns=True), *self._resuming(leases)]
-
+        path, hello = socket_path(self.address), self._hello(returns=True)
         try:
-            found = rejoin(socket_path(self.address), messages, lambda: not self._is_idle)
+            found = rejoin(path, hello, lambda: not self._is_idle)
         except TorchStoreError as error:
             log.info("%s: %s", self._gone_message, error.message)
             return None
@@ -349,6 +371,8 @@ class Session:
             return None
         sock, welcome, unread = found
         self._renew(welcome)
+        with contextlib.suppress(OSError):  # it is lost again, as the reclaimer will see
+            sock.sendall(b"".join(map(encode, self._resuming(leases))))
         self._reconnect_channels(sock)
         return sock, unread
 
@@ -370,7 +394,9 @@ class Session:
         """What the server must know that has come back."""
         # In this order: what a call hands over to its tensors is in one of the two.
         in_use: list[tuple[int, list[int] | None]] = [(x, None) for x in self.leases_in_use.copy()]
-        resume = m.Resume(2, list(self._unfinished.copy()), leases() + in_use)
+        asks = [number for channel in self._open_channels() for number in channel.unanswered()]
+        unfinished = list(self._unfinished.copy())
+        resume = m.Resume(2, self.welcome.life, unfinished, leases() + in_use, asks)
         return [resume, m.Keep()] if self._keeps_memory else [resume]
 
     def _renew(self, welcome: m.Welcome) -> None:
@@ -396,7 +422,7 @@ class Session:
             try:
                 found = rejoin(
                     socket_path(self.address),
-                    lambda: [self._hello()],
+                    self._hello(),
                     lambda: not (self._is_idle or has_ended(liveness)),
                     once=True,
                 )

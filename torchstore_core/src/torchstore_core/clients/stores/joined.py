@@ -154,7 +154,7 @@ class JoinedStore:
 
     def _no_server(self) -> str:
         if self._session is not None:
-            return f"the server of store {self.store_name!r} is gone"
+            return f"the server of store {self.store_name!r} {self._session.gone}"
         return f"no server of store {self.store_name!r} answers"
 
     async def _socket_of_server(self, timeout: float | None) -> str:

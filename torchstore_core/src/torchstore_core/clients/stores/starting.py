@@ -119,7 +119,7 @@ def check(
     capacity: int | None,
     prefault: int | None,
     timeout: float | None,
-    keeper: bool = False,
+    keeper: bool | None = None,
 ) -> float | None:
     """Refuse arguments that make no sense; returns the time-out as it is used.
 
@@ -129,8 +129,8 @@ def check(
     for name, number in (("capacity", capacity), ("prefault", prefault)):
         if number is not None and type(number) is not int:
             raise ConfigurationError(f"{name} is a whole number of bytes, not {number!r}")
-    if type(keeper) is not bool:
-        raise ConfigurationError(f"keeper is a bool, not {keeper!r}")
+    if keeper is not None and type(keeper) is not bool:
+        raise ConfigurationError(f"keeper is a bool, or None, not {keeper!r}")
     if type(volumes) is not int or volumes < 1:
         raise ConfigurationError(f"num_storage_volumes is at least 1, not {volumes!r}")
     if type(store_name) is not str or not store_name:

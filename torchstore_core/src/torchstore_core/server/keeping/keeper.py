@@ -1,8 +1,10 @@
-"""``python keeper.py JSON``: starts a server, and starts it again when it has died.
+"""The keeper: the parent of a server, which starts it again when it has died.
 
-The keeper is the server's parent. It holds what must outlive the server (the descriptors of its
-memory, of its log and of its socket), and does nothing else, so that it has no reason to die
-itself. It imports only the standard library, is run by its path, and needs some 10 MB.
+It holds what must outlive the server (the descriptors of its memory, of its log and of its socket),
+and does nothing else, so that it has no reason to die itself. Each life of the server is a fork of
+this process, which has imported all that a server needs and done nothing with it. So a start takes
+no second interpreter, a start after a death imports nothing, and the memory of what was imported is
+shared; sets of names have the same order in every life, because their hashes have the same seed.
 
 The server says over a socket pair what to keep, and that it is ready; see :mod:`.link`. If it then
 ends other than with status 0, it is started again and given what was kept. A client that connects
@@ -12,40 +14,60 @@ meanwhile waits in the queue of the listening socket.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import json
+import logging
 import os
-import resource
-import secrets
 import select
 import shutil
 import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from torchstore_core.server.keeping.link import Given, KeeperLink
+from torchstore_core.server.serving.listening import raise_descriptor_limit
+
+__all__ = ["Keeper"]
+
+log = logging.getLogger(__name__)
 
 # How often a server may die before clients can connect, and in how many seconds once more, before
 # it is given up. A death after that counts less, so little that a server that is killed again
-# whenever it has come up, which takes it an eighth of a second at best, is never given up: all that
+# whenever it has come up, which takes it some hundredths of a second, is never given up: all that
 # it has would be lost.
 _MOST_DEATHS = 30.0
 _SECONDS_A_DEATH = 0.5
-_DEATH_WHEN_READY = 0.25
+_DEATH_WHEN_READY = 1 / 32
 # How long a server may take to end when it is told to.
 _END_S = 2.0
 _LARGEST = 1 << 16
 _MOST_DESCRIPTORS = 64
+_PR_SET_PDEATHSIG = 1  # of the kernel's include/uapi/linux/prctl.h
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Keeper:
-    """Starts one server again and again.
+    """Starts one server again and again. For a process without threads.
 
     Args:
-        command: of the server; what it was given to keep is added as a last argument.
-        owner: pid of the process that started the keeper, with which it all ends.
+        serve: runs the server, in a process of its own, with its connection to the keeper; returns
+            the exit status.
+        started: called once with what the server says when it has started, or why it cannot.
+        owner: pid of the process with which it all ends; 0: no other process than this one.
     """
 
-    def __init__(self, command: list[str], owner: int) -> None:
-        self._command = command
+    def __init__(
+        self,
+        serve: Callable[[KeeperLink], int],
+        started: Callable[[dict[str, str | int]], None],
+        owner: int = 0,
+    ) -> None:
+        self._serve = serve
+        self._started = started
         self._owner = owner
         self._owner_fd = -1
         self._owner_ended = False
@@ -57,24 +79,24 @@ class Keeper:
         self._lives = 0
 
     def run(self) -> int:
-        """Keep the server until it ends by itself; the exit status."""
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(signum, self._stop)
-        # Sets of names must have the same order in every life of the server.
-        os.environ.setdefault("PYTHONHASHSEED", str(secrets.randbelow(1 << 32)))
-        # One for each client, besides what the server has.
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        """Keep the server until it ends by itself, or a signal says so; the exit status."""
+        before = [signal.signal(signum, self._stop) for signum in _SIGNALS]
+        raise_descriptor_limit()  # one for each client, besides what the server has
+        gc.freeze()  # or the first collection would copy what this process and the server share
         try:
             return self._run()
         finally:
+            for signum, handler in zip(_SIGNALS, before, strict=True):
+                signal.signal(signum, handler)
             if self._facts.get("own_directory") and (directory := self._facts.get("directory")):
                 shutil.rmtree(directory, ignore_errors=True)
 
     def _run(self) -> int:
-        with contextlib.suppress(ProcessLookupError):
-            self._owner_fd = os.pidfd_open(self._owner)
+        if self._owner:
+            try:
+                self._owner_fd = os.pidfd_open(self._owner)
+            except ProcessLookupError:
+                self._owner_ended = True
         deaths, then = 0.0, time.monotonic()
         while True:
             status = self._live()
@@ -96,7 +118,7 @@ class Keeper:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
             with theirs:
-                self._pid = self._start(theirs.fileno())
+                self._start(ours, theirs)
             watch = os.pidfd_open(self._pid)
             try:
                 self._attend(ours, watch)
@@ -108,27 +130,40 @@ class Keeper:
         self._pid = 0
         return os.waitstatus_to_exitcode(status)
 
-    def _start(self, connection: int) -> int:
-        given = {
-            "connection": connection,
-            "kept": self._kept,
-            "facts": self._facts,
-            "life": self._lives,
-            "owner_ended": self._owner_ended,
-        }
-        # In memory rather than in an argument, whose length is limited.
-        paper = os.memfd_create("given")
-        os.write(paper, json.dumps(given).encode())
-        for fd in (paper, connection, *self._kept.values()):
-            os.set_inheritable(fd, True)
-        actions = []
-        if self._lives > 1:  # whoever started the first one reads its line no more
-            actions = [(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)]
-        command = [*self._command, str(paper)]
+    def _start(self, ours: socket.socket, theirs: socket.socket) -> None:
+        """Fork. In the child, run the server."""
+        # A signal that comes in between is handled by the process that it was sent to.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        self._pid = os.fork()
+        if not self._pid:
+            for signum in _SIGNALS:
+                signal.signal(signum, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if not self._pid:
+            ours.close()
+            self._be_server(theirs.detach())
+
+    def _be_server(self, connection: int) -> NoReturn:
+        """Run the server, and end."""
+        status = 1
         try:
-            return os.posix_spawn(command[0], command, os.environ, file_actions=actions)
+            os.setsid()  # Ctrl-C is for the keeper, which then stops the server
+            # Nobody is to be told anything any more that no later life would know of.
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            null = os.open(os.devnull, os.O_RDWR)
+            for stream in (0, 1):
+                os.dup2(null, stream)
+            os.close(null)
+            if self._owner_fd >= 0:
+                os.close(self._owner_fd)
+            kept, facts = self._kept, self._facts
+            given = Given(connection, kept, facts, self._lives, self._owner_ended)
+            status = self._serve(KeeperLink(given))
+        except BaseException:
+            log.exception("the server has failed")
         finally:
-            os.close(paper)
+            sys.stderr.flush()
+            os._exit(status)
 
     def _attend(self, connection: socket.socket, watch: int) -> None:
         """Return when the server has ended."""
@@ -140,8 +175,6 @@ class Keeper:
             poll.register(fd, select.POLLIN)
         if self._owner_fd >= 0:
             poll.register(self._owner_fd, select.POLLIN)
-        elif not self._owner_ended:
-            self._owner_has_ended(connection)
         listening = True
         while True:
             if self._stopping and deadline is None:
@@ -186,10 +219,8 @@ class Keeper:
         self._facts.update(said.get("facts", {}))
         if said.get("ready"):
             self._ready = True
-            if self._lives == 1:  # so that its reader sees the end of it
-                null = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(null, 1)
-                os.close(null)
+        if "outcome" in said:
+            self._started(said["outcome"])
         return True
 
     def _stop(self, *_: object) -> None:
@@ -215,13 +246,3 @@ def _say(text: str) -> None:
     with contextlib.suppress(OSError):
         sys.stderr.write(f"torchstore keeper {os.getpid()}: {text}\n")
         sys.stderr.flush()
-
-
-def main() -> int:
-    """Entry point."""
-    order = json.loads(sys.argv[1])
-    return Keeper(order["command"], order["owner"]).run()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import select
 import socket
 from collections.abc import Callable
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-__all__ = ["KEEPER", "Given", "KeeperLink"]
+if TYPE_CHECKING:
+    from torchstore_core.server.keeping.log import Log
 
-#: The program that keeps a server.
-KEEPER = str(Path(__file__).with_name("keeper.py"))
+__all__ = ["Given", "KeeperLink"]
 
 _LARGEST = 1 << 12
 
@@ -58,6 +57,12 @@ class KeeperLink:
         """
         self._say({"keep": [name], "facts": facts}, fd)
 
+    def log(self) -> Log:
+        """The log that an earlier life has left, or a new one."""
+        from torchstore_core.server.keeping.log import Log  # which a client does not need
+
+        return Log(self.kept("log"))
+
     def names(self) -> list[str]:
         """The names of what an earlier life has left, and nobody has taken yet."""
         return list(self._kept)
@@ -70,8 +75,15 @@ class KeeperLink:
         """Clients can connect: from now on the server is started again if it dies."""
         self._say({"ready": True})
 
+    def started(self, outcome: object) -> None:
+        """Say once, to whoever has started all this, that the server has started, or why it
+        cannot; as plain data.
+        """
+        if self.life == 1:
+            self._say({"outcome": msgspec.to_builtins(outcome)})
+
     def _say(self, what: dict[str, object], *fds: int) -> None:
-        said = json.dumps(what).encode()
+        said = msgspec.json.encode(what)
         while True:
             try:
                 socket.send_fds(self._socket, [said], fds)

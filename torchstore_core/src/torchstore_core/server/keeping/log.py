@@ -12,10 +12,10 @@ import mmap
 import os
 import struct
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from torchstore_core import moments
 from torchstore_core.errors import StoreClosedError, StoreFullError
 from torchstore_core.machine.virtual_memory import punch_hole
 from torchstore_core.server.memory.segment import open_memory
@@ -27,7 +27,6 @@ _HEAD = mmap.PAGESIZE
 # Of a record: bytes of its body, its kind, the session, and when it was written.
 _RECORD = struct.Struct("<IHId")
 _AT = _RECORD.size
-_monotonic = time.monotonic
 _FIRST = 1 << 20
 _LARGEST_STEP = 256 << 20
 _MAGIC_WORD, _END_WORD = 0, 1
@@ -182,10 +181,10 @@ class Log:
         Raises:
             StoreFullError: the system does not give the log more memory. Nothing was appended.
         """
-        end = _append(self._memory, kind, session, _monotonic(), body)
+        end = _append(self._memory, kind, session, moments.monotonic(), body)
         if end < 0:
             self._grow(self._end + _AT + len(body))
-            end = _append(self._memory, kind, session, _monotonic(), body)
+            end = _append(self._memory, kind, session, moments.monotonic(), body)
         self._end = end
         if end > self.limit:
             self.limit = sys.maxsize

@@ -9,7 +9,8 @@ not answered has been executed as far as anybody can tell; its client asks again
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,23 +21,27 @@ from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.errors import TorchStoreError
 from torchstore_core.machine.processes import started
 from torchstore_core.machine.topology import Topology
+from torchstore_core.reports.bandwidths import DEFAULT_BANDWIDTH
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.records import SessionRecord, Versions
 from torchstore_core.server.index.references.holds import DEFAULT_GRACE_S, Holds
 from torchstore_core.server.keeping.log import Log, Record, Records
 from torchstore_core.server.keeping.recorded_holds import RecordedHolds
+from torchstore_core.server.keeping.recorded_repairs import RecordedRepairs
 from torchstore_core.server.keeping.recorded_spilling import RecordedSpilling
 from torchstore_core.server.keeping.state import StateReader, written
 from torchstore_core.server.reads import Reads
+from torchstore_core.server.repairing.drains import Drains
 from torchstore_core.server.spilling.delays import Delayed
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import portable
+from torchstore_core.wire.repeating import number_of
 
-__all__ = ["Opened", "RecordedController", "Repeated", "number_of"]
+__all__ = ["Opened", "RecordedController", "Repeated"]
 
 # Kinds of records. Their numbers must stay what they are only as long as a store lives.
 _OPEN, _CLOSE, _END, _REQUEST, _ABORT, _ABORT_EARLY, _RELEASE, _RELEASE_EARLY = range(8)
-_VALUES, _STATE, _DUE, _BEGIN, _GREW, _TRIMMED, _SPILLING = range(8, 15)
+_VALUES, _STATE, _DUE, _BEGIN, _GREW, _TRIMMED, _SPILLING, _REPAIRING = range(8, 16)
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(
     m.Put
@@ -59,6 +64,7 @@ _decode = msgspec.msgpack.Decoder(
     | m.Claim
     | m.Adopt
 ).decode
+_WITHOUT_REPLY = (m.Unhold, m.Lend, m.LendAll, m.Claim, m.Adopt, m.Contain)
 _decode_ids = msgspec.msgpack.Decoder(list[int]).decode
 _decode_due = msgspec.msgpack.Decoder(tuple[list[int], list[int]]).decode
 _decode_number = msgspec.msgpack.Decoder(int).decode
@@ -107,8 +113,10 @@ class RecordedController(Controller):
         log: the one that it writes.
         state_nbytes: how much of the log that was repeated is the state that it begins with.
         opened: the sessions that are open, by token, with their processes.
+        last_sent: what sessions have sent last of what has no reply, as it was recorded, by their
+            serial numbers; until it is known whether they have to be read once more.
         results: of requests that were repeated, by token, and by the class of the request and its
-            number, see :func:`number_of`. Of those alone that have one.
+            number, see ``wire.repeating``. Of those alone that have one.
     """
 
     def __init__(self, log: Log, *args: Any, **options: Any) -> None:
@@ -133,11 +141,22 @@ class RecordedController(Controller):
             options.get("later", lambda delay, call: None),
         )
         self._reads = Reads(self.catalog, self._leases, self.lost_volumes, self.spilling)
-        # What the store copies by itself is not in the log.
-        self.drains.refuses = (
-            "the store has a keeper, and what it copies by itself is not in the log yet. "
-            "Initialize it without keeper="
+        later = options.get("later", lambda delay, call: None)
+        self.repairs: RecordedRepairs = RecordedRepairs(
+            partial(self._record_other, _REPAIRING),
+            self.volumes,
+            self.strategy,
+            self.catalog,
+            self._leases,
+            self.sessions,
+            self._holders,
+            self._free,
+            self.release,
+            later,
+            options.get("start_copier", lambda volume, *, again=False: None),
+            options.get("repair_bandwidth", DEFAULT_BANDWIDTH),
         )
+        self.drains = Drains(self.volumes, self.repairs, later, self.drains.refuses)
         for at, volume in enumerate(self.volumes):
             allocator = volume.allocator
             if allocator.grow is not None:
@@ -149,6 +168,7 @@ class RecordedController(Controller):
         self.state_nbytes = 0
         self._silent = False  # what happens now is part of something that is recorded
         self.opened: dict[bytes, Opened] = {}
+        self.last_sent: dict[int, bytes] = {}
         self.results: dict[bytes, dict[tuple[str, int], Repeated]] = {}
 
     # ---- what is recorded -----------------------------------------------------------------
@@ -306,7 +326,9 @@ class RecordedController(Controller):
         more = {
             "opened": list(self.opened.values()),
             "results": self.results,
+            "last_sent": self.last_sent,
             "spilling": self.spilling.state(),
+            "repairs": self.repairs.state(),
         }
         for is_rest, body in written(self, more):
             kind = _STATE if is_rest else _VALUES
@@ -319,7 +341,7 @@ class RecordedController(Controller):
         prefault, self._prefault = self._prefault, False
         self._silent = True
         try:
-            with self.holds.repeating(), self.spilling.repeating(), moments.then() as show:
+            with self._repeating(), moments.then() as show:
                 self._records = Records(iter(self.log))
                 for record in self._records:
                     show(record.at)
@@ -331,6 +353,20 @@ class RecordedController(Controller):
             del self._restoring, self._known
         for session in self.sessions.values():
             session.channels = 0
+        self.drains.go_on()
+
+    @contextmanager
+    def _repeating(self) -> Iterator[None]:
+        with self.holds.repeating(), self.spilling.repeating(), self.repairs.repeating():
+            yield
+
+    def _grew_again(self, record: Record) -> None:
+        """For a copy, whose place is recorded when it is begun."""
+        allocator = self.volumes[record.session].allocator
+        allocator.ask(allocator.grow, _decode_number(record.body))
+
+    def _repair_again(self, record: Record) -> None:
+        self.repairs.step_again(record.body, self._known)
 
     def _trimmed_again(self, record: Record) -> None:
         self._ask_again()
@@ -355,7 +391,9 @@ class RecordedController(Controller):
         sessions, more = self._restoring.finish(record.body)
         self._next_serial = record.session
         self.results = more["results"]
+        self.last_sent = more["last_sent"]
         self.spilling.set_state(more["spilling"])
+        self.repairs.set_state(more["repairs"])
         self.opened = {opened.token: opened for opened in more["opened"]}
         for session in sessions:
             self._known[session.serial] = session
@@ -381,6 +419,8 @@ class RecordedController(Controller):
 
     def _request_again(self, record: Record) -> None:
         request = _decode(record.body)
+        if isinstance(request, _WITHOUT_REPLY):
+            self.last_sent[record.session] = record.body
         session = self._known.get(record.session)
         if session is None and not isinstance(request, m.Delete | m.Free):
             return
@@ -443,19 +483,9 @@ class RecordedController(Controller):
         _BEGIN: _begin_again,
         _TRIMMED: _trimmed_again,
         _SPILLING: _moved_again,
+        _GREW: _grew_again,
+        _REPAIRING: _repair_again,
     }
-
-
-def number_of(request: m.Message) -> int:
-    """The number that tells a request from all others of its class and its session, and that is the
-    same when it is sent again; 0: it has none, and may be executed again.
-    """
-    match request:
-        case m.Put() | m.PutObject() | m.Commit() | m.Delete() | m.Free():
-            return request.txn
-        case m.Hold():
-            return request.hold
-    return 0
 
 
 def _timelines(versions: list[int]) -> list[int] | None:

@@ -64,11 +64,16 @@ class _Left(msgspec.Struct, array_like=True, tag=4):
 
 
 class _Read(msgspec.Struct, array_like=True, tag=5):
-    """A value was read, or could not be. This is not part of a request."""
+    """A value was read, or could not be. This is not part of a request.
+
+    Args:
+        content: its bytes, if they are not in a segment, whose memory is kept.
+    """
 
     number: int
     failure: str
     is_damaged: bool
+    content: bytes = b""
 
 
 _Step = _Dropped | _Evicted | _Reading | _Ended | _Left | _Read
@@ -206,7 +211,8 @@ class RecordedSpilling(Spilling):
         return super()._begin_reading(values, mover)
 
     def _read_ended(self, tracked: Tracked) -> None:
-        self._record(_encode(_Read(tracked.number, tracked.failure, tracked.is_damaged)))
+        outcome = tracked.failure, tracked.is_damaged, tracked.content
+        self._record(_encode(_Read(tracked.number, *outcome)))
 
     def _track(self, value: Value, key: str, choice: int) -> None:
         super()._track(value, key, choice)
@@ -231,6 +237,7 @@ class RecordedSpilling(Spilling):
             raise ProtocolError(f"the log has a {type(step).__name__} out of place")
         tracked = self._numbered[step.number]
         tracked.failure, tracked.is_damaged = step.failure, step.is_damaged
+        tracked.content = step.content
         self._mover.note_read(tracked)
         if tracked.state is State.CLEAN:
             self._only_in_memory(tracked)
@@ -266,6 +273,7 @@ class RecordedSpilling(Spilling):
             "keys": [one.key for one in known],
             "numbers": [one.number for one in known],
             "cached": [one.state is State.CACHED for one in known],
+            "inline": [one.is_inline for one in known],
             "gone": len(known) - len(there),
             "away": away,
             "next": self.values.next_number,
@@ -274,12 +282,14 @@ class RecordedSpilling(Spilling):
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Set it, of one that has none yet."""
-        columns = state["values"], state["keys"], state["numbers"], state["cached"]
+        names = "values", "keys", "numbers", "cached", "inline"
         held = len(state["values"]) - state["gone"]
-        for at, (value, key, number, cached) in enumerate(zip(*columns, strict=True)):
+        columns = zip(*map(state.__getitem__, names), strict=True)
+        for at, (value, key, number, cached, inline) in enumerate(columns):
             self.active = True
             self.values.next_number = number
-            tracked = self.values.add(value, key, State.CACHED if cached else State.DIRTY)
+            kind = State.CACHED if cached else State.DIRTY
+            tracked = self.values.add(value, key, kind, inline=inline)
             self._numbered[number] = tracked
             if found := state["away"].get(at):
                 self._set_away(tracked, *found)

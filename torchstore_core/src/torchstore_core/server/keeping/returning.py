@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 from collections.abc import Callable, Collection
 
 from torchstore_core.errors import StoreClosedError, TorchStoreError, from_wire
 from torchstore_core.machine.processes import ProcessWatch, started
 from torchstore_core.server.index.records import SessionRecord, Versions
-from torchstore_core.server.keeping.recorded import Opened, RecordedController, number_of
+from torchstore_core.server.keeping.recorded import Opened, RecordedController
 from torchstore_core.server.serving.holding import is_holder
 from torchstore_core.wire import messages as m
+from torchstore_core.wire.repeating import number_of
 
 __all__ = ["Returning"]
-
-# How long after a client has come back its channels may still ask for what they were not answered.
-_ASKS_S = 60.0
 
 log = logging.getLogger(__name__)
 
@@ -30,13 +30,18 @@ class Returning:
 
     Args:
         controller: of this server.
+        life: of this server.
         dead: called with each of them whose process has ended.
     """
 
     def __init__(
-        self, controller: RecordedController, dead: Callable[[SessionRecord], None]
+        self,
+        controller: RecordedController,
+        life: int,
+        dead: Callable[[SessionRecord], None],
     ) -> None:
         self._controller = controller
+        self._life = life
         self._dead = dead
         self._watches: dict[bytes, ProcessWatch] = {}
         self._connected: dict[int, SessionRecord] = {}
@@ -56,6 +61,10 @@ class Returning:
         }
         for token, opened in list(self._controller.opened.items()):
             session = self._controller.sessions[token]
+            if session.facts.role == m.COPIER_ROLE and opened.pid and _is_there(opened):
+                # It belongs to the server that has died, and does not say what it is copying: that
+                # is given up when it has ended.
+                os.kill(opened.pid, signal.SIGKILL)
             if session.serial in self._connected:
                 if not is_holder(session):  # which has nothing that it could say
                     self._waiting[token] = []
@@ -107,6 +116,8 @@ class Returning:
     def resume(self, session: SessionRecord, resume: m.Resume) -> None:
         """The client has said what it has: give the rest up, and let its channels in."""
         controller = self._controller
+        if resume.life != self._life or session.token not in self._waiting:
+            return
         txns = set(resume.txns)
         controller.abort(session, [txn for txn in session.txns if txn not in txns])
         held = {lease: None if at is None else set(at) for lease, at in resume.leases}
@@ -121,9 +132,11 @@ class Returning:
                 parts.append((lease, rest))
         if gone or parts:
             controller.release(session, gone, parts)
+        asks = set(resume.asks)
+        known = controller.results.pop(session.token, {})
+        if kept := {what: done for what, done in known.items() if what[1] in asks}:
+            controller.results[session.token] = kept
         self._no_longer(session.token)
-        forget = self._controller.results.pop
-        asyncio.get_running_loop().call_later(_ASKS_S, forget, session.token, None)
 
     def _no_longer(self, token: bytes) -> None:
         watch = self._watches.pop(token, None)
@@ -134,6 +147,14 @@ class Returning:
                 call()
             except TorchStoreError as error:
                 log.debug("a channel of a session that has ended: %s", error)
+
+    def was_recorded(self, session: SessionRecord, body: bytes) -> bool:
+        """Whether the first message on a connection that has outlived the server was the last one
+        that the life before has recorded: then it was repeated already. (What says the same as the
+        message before it means no more than that. Of what has a reply, or ends something by its id,
+        it does not matter whether it is handled twice.)
+        """
+        return self._controller.last_sent.pop(session.serial, b"") == body
 
     def hold_back(self, token: bytes, call: Callable[[], None]) -> bool:
         """Call something when the session with this token has come back, or has ended. False, and

@@ -83,12 +83,13 @@ class StateReader:
 def _volume_state(volume: VolumeRecord) -> tuple[Any, ...]:
     allocator = volume.allocator
     ranges = allocator.free_ranges()
-    accounts = volume.inline, volume.leased, volume.unfinished
+    accounts = volume.draining, volume.inline, volume.leased, volume.unfinished
     return (*accounts, ranges, allocator.high_water, volume.memory.warm, allocator.assured)
 
 
 def _set_volume_state(
     volume: VolumeRecord,
+    draining: bool,
     inline: int,
     leased: int,
     unfinished: int,
@@ -98,6 +99,7 @@ def _set_volume_state(
     assured: int,
 ) -> None:
     grow = volume.allocator.grow
+    volume.draining = draining
     volume.inline, volume.leased, volume.unfinished = inline, leased, unfinished
     volume.allocator = Allocator.with_free(volume.info.capacity_bytes, free, high_water)
     volume.allocator.ask(grow, assured)

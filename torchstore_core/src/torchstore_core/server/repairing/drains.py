@@ -21,8 +21,6 @@ class Drains:
 
     Args:
         later: calls something after so many seconds.
-
-    Attributes:
         refuses: why no volume of this store can be drained, and what to do; empty if they can.
     """
 
@@ -31,11 +29,12 @@ class Drains:
         volumes: Sequence[VolumeRecord],
         repairs: Repairs,
         later: Callable[[float, Callable[[], None]], object],
+        refuses: str = "",
     ) -> None:
         self._volumes = volumes
         self._repairs = repairs
         self._later = later
-        self.refuses = ""
+        self.refuses = refuses
         self._is_timed = False
 
     def drain(self, request: m.Drain) -> DrainReport:
@@ -51,14 +50,12 @@ class Drains:
                 f"volume {volume.info.id} is lost ({volume.lost}): there is nothing to drain"
             )
         if request.what == "undo" and volume.draining:
-            volume.draining = False
-            self._repairs.look()
+            self._repairs.drain(volume, draining=False)
         elif request.what == "begin":
             if not volume.draining:
                 self._check(volume)
-            volume.draining = True
-            self._repairs.look()
-            self._look_later(_FIRST_S)
+            self._repairs.drain(volume, draining=True)
+            self.go_on()
         return self.report(volume)
 
     def _named(self, name: str) -> VolumeRecord:
@@ -96,6 +93,11 @@ class Drains:
             stuck_bytes=sum(e.value.nbytes for e in stuck),
             why=next((e.why for e in stuck), ""),
         )
+
+    def go_on(self) -> None:
+        """Look from time to time whether volumes that are drained are empty."""
+        if any(volume.draining for volume in self._volumes):
+            self._look_later(_FIRST_S)
 
     def _look_later(self, delay: float) -> None:
         """Look again for what may have come to a drained volume by ways that nothing reported."""

@@ -49,6 +49,16 @@ class Leavings:
     def __len__(self) -> int:
         return len(self._left)
 
+    @property
+    def all(self) -> list[_Left]:
+        """All that is kept."""
+        return [left for some in self._left.values() for left in some]
+
+    @all.setter
+    def all(self, kept: Iterable[_Left]) -> None:
+        for left in kept:
+            self._left.setdefault(id(left.value), []).append(left)
+
     def drop(self, values: Iterable[Value], volume: int) -> None:
         """Drop the copies on a volume of values that have another one."""
         record = self._volumes[volume]

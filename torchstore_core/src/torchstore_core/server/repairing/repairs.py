@@ -38,7 +38,7 @@ from torchstore_core.server.repairing.rates import Rate
 from torchstore_core.server.repairing.targets import Targets
 from torchstore_core.wire import messages as m
 
-__all__ = ["Repairs", "StartsCopier"]
+__all__ = ["Copier", "Repairs", "StartsCopier"]
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class StartsCopier(Protocol):
     def __call__(self, volume: VolumeRecord, *, again: bool = False) -> None: ...
 
 
-class _Copier(msgspec.Struct, eq=False):
+class Copier(msgspec.Struct, eq=False):
     """A copier that has asked for something to do."""
 
     session: SessionRecord
@@ -132,7 +132,7 @@ class Repairs:
         self.targets = Targets(volumes, strategy)
         self.backlog = Backlog()
         self.parked = Parked()
-        self._copiers: list[_Copier] = []  # that wait for something to do
+        self._copiers: list[Copier] = []  # that wait for something to do
         self._starting: set[int] = set()  # volumes beside which a copier starts
         self._batch: _Batch | None = None
         self._search: Iterator[list[tuple[str, Value]]] | None = None
@@ -150,6 +150,11 @@ class Repairs:
         return not (len(self.backlog) or self._batch or self._search or self._retry_is_due)
 
     # ---- what lacks copies ----------------------------------------------------------------
+
+    def drain(self, volume: VolumeRecord, *, draining: bool) -> None:
+        """Drain a volume, or put it back in service."""
+        volume.draining = draining
+        self.look()
 
     def look(self) -> None:
         """A volume was lost, is drained, or is back in service: look for values that lack copies,
@@ -263,10 +268,10 @@ class Repairs:
         self._starting.difference_update(request.volumes)
         if request.trouble:
             self._trouble = request.trouble
-        self._copiers.append(_Copier(session, request, send))
+        self._copiers.append(Copier(session, request, send))
         self._pump()
 
-    def _copier(self, volume: int) -> _Copier | None:
+    def _copier(self, volume: int) -> Copier | None:
         """A copier for a volume that has nothing to do; one is started if there is none."""
         self._copiers = [
             one
@@ -297,7 +302,7 @@ class Repairs:
         """There is nothing to do: copiers for which that does not change may end."""
         for copier in self._copiers:
 
-            def end(copier: _Copier = copier) -> None:
+            def end(copier: Copier = copier) -> None:
                 if copier in self._copiers and self.idle:
                     self._copiers.remove(copier)
                     copier.send(m.Copies(copier.request.id, []))
@@ -376,9 +381,36 @@ class Repairs:
             self.backlog.add(self.targets.entry(entry.key, entry.value), first=True)
         return found
 
-    def _begin(self, copier: _Copier, at: int, found: Sequence[tuple[Entry, int]]) -> None:
+    def _begin(self, copier: Copier, at: int, found: Sequence[tuple[Entry, int]]) -> None:
+        """Have a copier copy values to a volume, with the offsets of their new copies."""
         self._copiers.remove(copier)
-        volume, session, request = self._volumes[at], copier.session, copier.request
+        session, request = copier.session, copier.request
+        batch = self._enter(session, request.txn, request.lease, at, found)
+        host = self._volumes[at].info.topology.host_id
+
+        def distance(place: tuple[int, int]) -> bool:
+            return self._volumes[place[0]].info.topology.host_id != host
+
+        pieces = [
+            m.Piece(entry.value.nbytes, sorted(entry.value.places, key=distance), (at, offset))
+            for entry, offset in found
+        ]
+        copier.send(m.Copies(request.id, pieces, self.bandwidth))
+        self._pause(max(self._seconds(batch), len(found) * _VALUE_S))
+        self._watch(batch)
+
+    def _enter(
+        self,
+        session: SessionRecord,
+        txn_id: int,
+        lease: int,
+        at: int,
+        found: Sequence[tuple[Entry, int]],
+    ) -> _Batch:
+        """Note that copies are being made: as an unfinished put of a copier, which leases what it
+        reads.
+        """
+        volume = self._volumes[at]
         values = [entry.value for entry, _ in found]
         copies = [
             Value(v.key, v.meta, v.nbytes, at, None, offset, v.creator, uses=1)
@@ -386,32 +418,30 @@ class Repairs:
         ]
         granted = sum(rounded(v.nbytes) for v in values)
         txn = Txn(copies, {at: granted}, copies, [], copies, copy_of=values)
-        self._leases.lease(session, request.lease, values)
-        session.txns[request.txn] = txn
+        self._leases.lease(session, lease, values)
+        session.txns[txn_id] = txn
         volume.unfinished += granted
         nbytes = sum(v.nbytes for v in values)
         entries = [entry for entry, _ in found]
-        self._batch = batch = _Batch(session, request.lease, txn, entries, nbytes)
+        self._batch = _Batch(session, lease, txn, entries, nbytes)
         self._rate.begin()
-        host = volume.info.topology.host_id
+        return self._batch
 
-        def distance(place: tuple[int, int]) -> bool:
-            return self._volumes[place[0]].info.topology.host_id != host
+    def _seconds(self, batch: _Batch) -> float:
+        """How long a batch takes at the bandwidth."""
+        return batch.nbytes / self.bandwidth if self.bandwidth else 0.0
 
-        pieces = [
-            m.Piece(v.nbytes, sorted(v.places, key=distance), (at, offset))
-            for v, (_, offset) in zip(values, found, strict=True)
-        ]
-        copier.send(m.Copies(request.id, pieces, self.bandwidth))
-        seconds = nbytes / self.bandwidth if self.bandwidth else 0.0
-        self._pause(max(seconds, len(found) * _VALUE_S))
+    def _watch(self, batch: _Batch) -> None:
+        """Start a copier anew that takes too long: it is stopped, maybe, or a volume is."""
+        volume = self._volumes[batch.txn.values[0].volume]
 
         def time_is_up() -> None:
-            if self._batch is batch:  # its copier is stopped, maybe, or a volume is
+            if self._batch is batch:
                 self._trouble = f"the copier beside volume {volume.info.id} has taken too long"
                 self._start(volume, again=True)
 
-        self._later(_LEAST_S + 2 * seconds + nbytes / _SLOWEST_BYTES_PER_S, time_is_up)
+        slowest = batch.nbytes / _SLOWEST_BYTES_PER_S
+        self._later(_LEAST_S + 2 * self._seconds(batch) + slowest, time_is_up)
 
     def _pause(self, seconds: float) -> None:
         """Begin nothing for so long."""

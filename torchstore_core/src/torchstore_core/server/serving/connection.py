@@ -45,7 +45,7 @@ class Connection(ClientSocket):
         self._returned = returned
         self._is_there = is_there
         self._kept: KeptReader | None = None
-        self._kept_as = 0
+        self._is_kept = False
         self._backlog: deque[bytes] = deque()
         self._paused = False
         self._hello_timer: asyncio.TimerHandle | None = None
@@ -91,11 +91,10 @@ class Connection(ClientSocket):
     def _keep(self, session: SessionRecord) -> None:
         """This is the liveness connection of a session, which is to outlive the server."""
         sock = None if self._transport is None else self._transport.get_extra_info("socket")
-        if sock is not None and self._server.keep_connection(session, sock.fileno()):
-            self._kept_as = session.serial
+        self._is_kept = sock is not None and self._server.keep_connection(session, sock.fileno())
 
     def _read_as_kept(self) -> None:
-        if not self._kept_as or self._transport is None:
+        if not self._is_kept or self._transport is None:
             return
         self._transport.pause_reading()
         sock = self._transport.get_extra_info("socket")
@@ -104,7 +103,11 @@ class Connection(ClientSocket):
         self._kept.read()
 
     def _heard(self, body: bytes) -> bool:
-        self.received([body])
+        if self._returned is not None:  # in this life it is the first one
+            self._returned = None
+            self._conversation.handle_first(body)
+        else:
+            self.received([body])
         return self.is_open and not self._paused
 
     def _closed_by_client(self) -> None:
@@ -138,11 +141,15 @@ class Connection(ClientSocket):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._hello_timer is not None:
             self._hello_timer.cancel()
+        super().connection_lost(exc)
         if self._kept is not None:
             self._kept.close()
-        if self._kept_as:
-            self._server.drop_connection(self._kept_as)
-        super().connection_lost(exc)
+
+    def unread(self) -> list[bytes]:
+        if self._kept is None:
+            return super().unread()
+        self._kept.read_rest(self._conversation.hear_last)
+        return []
 
     def eof_received(self) -> bool:
         """Finish sending long replies: the client sends nothing more, but may still read them."""

@@ -82,7 +82,8 @@ class Conversation:
         self._volume = -1
         self._liveness = False
         self._waiters: dict[int, Waiter] = {}
-        self._delayed: dict[int, m.Put | m.PutObject | m.Locate | m.Fetch] = {}  # by their ids
+        # By their ids, each with why.
+        self._delayed: dict[int, tuple[m.Put | m.PutObject | m.Locate | m.Fetch, str]] = {}
         server.conversations.add(self)
 
     @property
@@ -113,6 +114,15 @@ class Conversation:
             self.refuse(error.message, error.code)
         except RecursionError:
             self.refuse("message is nested too deeply")
+
+    def handle_first(self, body: bytes) -> None:
+        """Handle the first message that has come since the server is back, on a connection that it
+        had before. The life before may have recorded it and died before it took it out of the
+        kernel's buffer.
+        """
+        returning, session = self._server.returning, self._session
+        if returning is None or session is None or not returning.was_recorded(session, body):
+            self.handle(body)
 
     def hear_last(self, body: bytes) -> None:
         """Handle a message of a client that closed its connection before the message was answered:
@@ -179,7 +189,13 @@ class Conversation:
                 session = self._session
                 session.ending = True
                 self._server.left(session, why)
-                self._server.handshakes.ended(session, lambda: close_session(session))
+
+                def close() -> None:
+                    close_session(session)
+                    # Only now: if the server dies before, the next life sees the same end.
+                    self._server.drop_connection(session)
+
+                self._server.handshakes.ended(session, close)
             else:
                 self._session.channels -= 1
 
@@ -241,20 +257,21 @@ class Conversation:
         if isinstance(request, m.Again):  # it has changed nothing in an earlier life either
             request = request.request
         if isinstance(request, m.Put | m.PutObject | m.Locate | m.Fetch):
-            if self._delayed.get(request.id) is not request:
-                self._delayed[request.id] = request
+            delay = request, delayed.why
+            if self._delayed.get(request.id) != delay:
+                self._delayed[request.id] = delay
                 self.send(m.Delayed(request.id, delayed.why))
             delayed.then(lambda: self._retry(request))
 
     def _retry(self, request: m.Put | m.PutObject | m.Locate | m.Fetch) -> None:
-        if self._delayed.get(request.id) is request:
+        if request.id in self._delayed and self._delayed[request.id][0] is request:
             self._server.controller.operations[type(request)] -= 1  # it was counted already
             self._again(request)
 
     def _give_up(self, puts: Iterable[int], leases: Iterable[int]) -> None:
         """Forget delayed requests: their client has given back what they would get."""
         txns, given_back = set(puts), set(leases)
-        for number, request in list(self._delayed.items()):
+        for number, (request, _) in list(self._delayed.items()):
             if (
                 (request.txn in txns)
                 if isinstance(request, m.Put | m.PutObject)
@@ -321,11 +338,12 @@ class Conversation:
 
     def go_on(self, session: SessionRecord) -> None:
         """This is the liveness connection of a session, and the client does not know yet that the
-        server has died and is back.
+        server has died and is back. One that reads nothing may still wait for the answer to its
+        hello, as long as it has asked for nothing.
         """
         self._session = session
         self._liveness = True
-        if not self.is_deaf:
+        if not self.is_deaf or not (session.holds or session.tickets):
             self.send(self._server.welcome(0, session.token, self._via))
 
     def _held_back(self, hello: m.Hello, controller: Controller) -> None:

@@ -3,8 +3,7 @@
 The keeper has a copy of the descriptor, so the connection stays open when the server dies, and the
 client notices nothing. What the server had not read yet, the next life reads. For this a message is
 taken out of the kernel's buffer only after it has been handled, and so after it was recorded. If
-the server dies between the two, the message is handled twice; all that come over such a connection
-carry ids and may be.
+the server dies between the two, the next life reads it again; see ``Conversation.handle_first``.
 """
 
 from __future__ import annotations
@@ -91,13 +90,30 @@ class KeptReader:
             end = start + HEADER + size
             if end > len(data):
                 break
+            goes_on = self._handle(data[end - size : end])
+            self._take(end - start)
             start = end
-            if not self._handle(data[end - size : end]):
+            if not goes_on:
                 break
-        if start and not self._is_closed:
-            self._sock.recv(start, socket.MSG_DONTWAIT)
-        elif self._is_reading:
+        if not start and self._is_reading:
             self._incomplete(data)
+
+    def _take(self, nbytes: int) -> None:
+        """Take a message out of the kernel's buffer that was handled."""
+        if not self._is_closed:
+            self._sock.recv(nbytes, socket.MSG_DONTWAIT)
+
+    def read_rest(self, handle: Callable[[bytes], None]) -> None:
+        """Read what is left, because the connection has closed."""
+        try:
+            while data := self._sock.recv(_PEEK, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                end = HEADER + int.from_bytes(data[:HEADER], "little")
+                if end > len(data):
+                    return
+                handle(data[HEADER:end])
+                self._take(end)
+        except OSError:  # there is nothing
+            return
 
     def _receive(self, most: int, flags: int = 0) -> bytes | None:
         """What has come; None if nothing has, or nothing ever will."""

@@ -1,0 +1,104 @@
+"""What a server that has come back is told, and tells, about requests of its earlier lives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from tests.unit.references.test_holds import singleton
+from tests.unit.server.test_controller import HERE, META, facts, volumes
+
+from torchstore_core.server.index.records import SessionRecord
+from torchstore_core.server.keeping.log import Log
+from torchstore_core.server.keeping.recorded import RecordedController
+from torchstore_core.server.keeping.returning import Returning
+from torchstore_core.server.memory.volume_record import VolumeRecord
+from torchstore_core.wire import messages as m
+
+LIFE = 2
+
+
+@pytest.fixture
+def log() -> Iterator[Log]:
+    made = Log()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def records() -> Iterator[list[VolumeRecord]]:
+    with volumes(1 << 16) as there:
+        yield there
+
+
+def life(log: Log, records: list[VolumeRecord]) -> RecordedController:
+    there = [VolumeRecord(v.info, v.memory, v.halves) for v in records]
+    controller = RecordedController(log, there, singleton(), prefault=False)
+    controller.restore()
+    return controller
+
+
+def put(number: int) -> m.Put:
+    return m.Put(number, number, [m.PutItem("k", META, 16, b"x" * 16)])
+
+
+async def come_back(
+    log: Log, records: list[VolumeRecord], token: bytes
+) -> tuple[RecordedController, Returning, SessionRecord]:
+    """The next life, in which the connection of the only session is there."""
+    controller = life(log, records)
+    returning = Returning(controller, LIFE, lambda session: None)
+    session = controller.sessions[token]
+    returning.begin({session.serial})
+    return controller, returning, session
+
+
+async def test_what_a_client_may_ask_again_is_known_as_long_as_it_lives(log, records) -> None:
+    """Its loop may be busy with something else for minutes. Of the rest nothing is kept."""
+    before = life(log, records)
+    session = before.open_session(facts(), HERE)
+    for number in (5, 6, 7):
+        before.put(session, put(number))
+    controller, returning, session = await come_back(log, records, session.token)
+    returning.resume(session, m.Resume(2, LIFE, [], [], [6]))
+    await asyncio.sleep(0)  # nothing is left to be called later that forgets it
+    assert returning.again(session, put(6)) == ([2], None)
+    assert returning.again(session, put(6)) == ([2], None)
+    assert returning.again(session, put(5)) is None
+    assert controller.results[session.token].keys() == {("Put", 6)}
+
+
+async def test_what_an_earlier_life_was_told_gives_up_nothing(log, records) -> None:
+    """The client has begun more since it has answered that one."""
+    before = life(log, records)
+    session = before.open_session(facts(), HERE)
+    item = m.PutItem("k", META, 4096)
+    before.put(session, m.Put(5, 5, [item]))
+    _, returning, session = await come_back(log, records, session.token)
+    returning.resume(session, m.Resume(2, LIFE - 1, [], [], []))
+    assert session.txns.keys() == {5}
+    let_in: list[bool] = []
+    assert returning.hold_back(session.token, lambda: let_in.append(True))
+    returning.resume(session, m.Resume(2, LIFE, [5], [], []))
+    assert session.txns.keys() == {5}
+    assert let_in == [True]
+    returning.resume(session, m.Resume(2, LIFE, [], [], []))  # it has answered already
+    assert session.txns.keys() == {5}
+
+
+async def test_what_was_recorded_last_is_not_done_again(log, records) -> None:
+    """Also in the life after the next, and if the log was written anew meanwhile."""
+    before = life(log, records)
+    session = before.open_session(facts(), HERE)
+    other = before.open_session(facts(), HERE)
+    before.holds.lend_all(session, 99)
+    before.holds.lend_all(other, 98)
+    [*_, lent, _] = [record.body for record in log]
+    between = life(log, records)
+    anew = Log()
+    between.write_state(anew)
+    _, returning, session = await come_back(anew, records, session.token)
+    assert returning.was_recorded(session, lent)
+    assert not returning.was_recorded(session, lent)  # only the first one may be
+    anew.close()

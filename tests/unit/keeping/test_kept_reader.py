@@ -1,0 +1,97 @@
+"""What is read of a connection that outlives its server, and what stays in the kernel's buffer."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+from tests.support import until
+
+from torchstore_core.server.serving.kept_reader import KeptReader
+from torchstore_core.wire.framing import HEADER
+
+LIMIT = 1 << 20
+
+
+class Killed(SystemExit):
+    """The server dies here."""
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield ours, theirs
+
+
+def send(sock: socket.socket, *bodies: bytes) -> None:
+    sock.sendall(b"".join(len(body).to_bytes(HEADER, "little") + body for body in bodies))
+
+
+def left(sock: socket.socket) -> bytes:
+    """What is still in the kernel's buffer."""
+    try:
+        return sock.recv(LIMIT, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return b""
+
+
+async def test_a_message_stays_until_it_was_handled(pair) -> None:
+    """If the server dies while it handles one, those before it are gone, and it is not."""
+    ours, theirs = pair
+    heard: list[bytes] = []
+
+    def handle(body: bytes) -> bool:
+        assert body in left(ours)
+        if body == b"third":
+            raise Killed
+        heard.append(body)
+        return True
+
+    reader = KeptReader(ours, LIMIT, handle, lambda: None, lambda error: None)
+    send(theirs, b"first", b"second", b"third", b"fourth")
+    reader.read()
+    with pytest.raises(Killed):
+        reader._readable()
+    assert heard == [b"first", b"second"]
+    assert left(ours)[HEADER:].startswith(b"third")
+    reader.close()
+
+
+async def test_one_that_cannot_be_handled_now_is_not_read(pair) -> None:
+    ours, theirs = pair
+    heard: list[bytes] = []
+
+    def handle(body: bytes) -> bool:
+        heard.append(body)
+        return len(heard) < 2  # as if the client did not read its replies
+
+    reader = KeptReader(ours, LIMIT, handle, lambda: None, lambda error: None)
+    send(theirs, b"first", b"second", b"third")
+    reader.read()
+    reader._readable()
+    assert heard == [b"first", b"second"]
+    await until(lambda: heard == [b"first", b"second", b"third"], 10)
+    assert not left(ours)
+    reader.close()
+
+
+async def test_what_is_left_when_writing_has_failed_is_read_one_by_one(pair) -> None:
+    ours, theirs = pair
+    reader = KeptReader(ours, LIMIT, lambda body: True, lambda: None, lambda error: None)
+    send(theirs, b"first", b"second", b"third")
+    theirs.sendall(b"\xff\x00\x00\x00half")
+    theirs.close()
+    heard: list[bytes] = []
+
+    def hear(body: bytes) -> None:
+        heard.append(body)
+        if body == b"second" and heard.count(body) == 1:
+            raise Killed
+
+    with pytest.raises(Killed):
+        reader.read_rest(hear)
+    reader.read_rest(hear)  # the next life
+    assert heard == [b"first", b"second", b"second", b"third"]
+    reader.close()
