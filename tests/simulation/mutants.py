@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
+import msgspec
 import pytest
 
 from torchstore_core.server.controller import Controller
@@ -15,6 +16,8 @@ from torchstore_core.server.index.gone.evictions import Evictions
 from torchstore_core.server.index.records import Manifest, SessionRecord, Txn, Value
 from torchstore_core.server.index.references.holds import Holds
 from torchstore_core.server.index.timelines import Branch, Timelines
+from torchstore_core.server.keeping.log import Log
+from torchstore_core.server.keeping.returning import Returning
 from torchstore_core.server.memory.detached_sessions import DetachedSessions
 from torchstore_core.server.serving.conversation import Conversation
 from torchstore_core.server.spilling.policy import Tracked
@@ -163,9 +166,9 @@ def _forgets_what_overtakes(patch: pytest.MonkeyPatch) -> None:
     """A child that is read before its parent inherits nothing."""
     adopt = Holds.adopt
 
-    def only_known(self: Holds, session: SessionRecord, number: int) -> None:
+    def only_known(self: Holds, session: SessionRecord, number: int, pid: int = 0) -> None:
         if number in self._tickets:
-            adopt(self, session, number)
+            adopt(self, session, number, pid)
 
     patch.setattr(Holds, "adopt", only_known)
 
@@ -207,6 +210,42 @@ def _begins_no_timeline(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Timelines, "begin", begin)
 
 
+def _forgets_puts_when_it_comes_back(patch: pytest.MonkeyPatch) -> None:
+    """A server that was killed gives up all unfinished puts, also those that are being written."""
+    resume = Returning.resume
+
+    def forgetful(self: Returning, session: SessionRecord, said: m.Resume) -> None:
+        resume(self, session, msgspec.structs.replace(said, txns=[]))
+
+    patch.setattr(Returning, "resume", forgetful)
+
+
+def _does_twice_what_was_not_answered(patch: pytest.MonkeyPatch) -> None:
+    """What the server has done before it was killed, and not answered, it does once more."""
+    patch.setattr(Returning, "again", lambda self, session, request: None)
+
+
+def _believes_what_another_life_was_told(patch: pytest.MonkeyPatch) -> None:
+    """What a client has said to the life before counts, too, though it has begun more since."""
+    resume = Returning.resume
+
+    def credulous(self: Returning, session: SessionRecord, said: m.Resume) -> None:
+        self._waiting.setdefault(session.token, [])
+        resume(self, session, msgspec.structs.replace(said, life=self._life))
+
+    patch.setattr(Returning, "resume", credulous)
+
+
+def _hears_twice(patch: pytest.MonkeyPatch) -> None:
+    """What was recorded and not yet taken out of the kernel's buffer takes effect twice."""
+    patch.setattr(Returning, "was_recorded", lambda self, session, body: False)
+
+
+def _forgets_what_was_written_meanwhile(patch: pytest.MonkeyPatch) -> None:
+    """A log that is written anew lacks what was recorded while it was."""
+    patch.setattr(Log, "append_from", lambda self, other, start: None)
+
+
 #: By what it does wrong.
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "drops a lease one message early": _drops_a_lease_early,
@@ -225,4 +264,9 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "does not tell one rewind from the next": _begins_no_timeline,
     "forgets the versions of a key that is evicted": _forgets_what_was_evicted,
     "evicts what is being read": _evicts_what_is_read,
+    "forgets the puts of its sessions when it comes back": _forgets_puts_when_it_comes_back,
+    "does twice what it had not answered when it was killed": _does_twice_what_was_not_answered,
+    "believes what its life before was told": _believes_what_another_life_was_told,
+    "hears twice what it had recorded when it was killed": _hears_twice,
+    "forgets what was recorded while its log was written anew": _forgets_what_was_written_meanwhile,
 }

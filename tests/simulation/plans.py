@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 
 __all__ = ["KEPT", "ROOMY", "Fault", "Operation", "Plan", "plan_of"]
 
@@ -74,11 +75,16 @@ class Fault:
 
     Args:
         number: of the fault, in its plan.
-        kind: crash, cut, cancel, sever; lose is of a volume.
+        kind: crash, cut, cancel, sever; lose is of a volume, kill of the server, and
+            compact writes its log anew.
         client: to whom; or to which volume.
         after: at which step, unless a recorded schedule says when.
-        keep: how many messages under way still arrive.
-        broken: whether those count as last words, see ``Conversation.hear_last``.
+        keep: how many messages under way still arrive. A server is killed when it has recorded so
+            many requests more; 0: at once.
+        broken: whether those count as last words, see ``Conversation.hear_last``. A server is
+            killed when it has handled a message of a connection that is kept, but not yet taken it
+            out of the kernel's buffer; and connections that it has accepted and not yet read are
+            lost.
     """
 
     number: int
@@ -102,6 +108,7 @@ class Plan:
         copies: how many of each value there are, on volumes of their own.
         slots: how many operations of one client run at the same time.
         refers: whether there are references, so that time counts, see :mod:`.references`.
+        kept: whether the server has a keeper, so that it comes back when it is killed.
     """
 
     capacities: tuple[int, ...]
@@ -114,6 +121,7 @@ class Plan:
     copies: int = 1
     keys: tuple[str, ...] = field(default=KEYS)
     refers: bool = False
+    kept: bool = False
 
     @property
     def size(self) -> int:
@@ -155,7 +163,7 @@ def plan_of(source: random.Random) -> Plan:
     copies = pick((1, 2)) if len(capacities) > 1 else 1
     if len(capacities) > 1 and chance() < 0.5 and not refers:  # copies are made by the clock
         faults.append(Fault(len(faults) + 1, "lose", pick((0, 1)), source.randint(5, total * 6)))
-    return Plan(
+    plan = Plan(
         capacities,
         tuple([tuple(script) for script in scripts]),
         tuple(sorted(faults, key=_after)),
@@ -167,6 +175,25 @@ def plan_of(source: random.Random) -> Plan:
         keys,
         refers,
     )
+    if relayed or any(fault.kind == "lose" for fault in faults):  # such a store has no keeper
+        return plan
+    # From numbers of their own: so the rest of a plan is what it would be without them.
+    return _with_deaths(plan, random.Random(copy(source).getrandbits(64)), total)
+
+
+def _with_deaths(plan: Plan, source: random.Random, total: int) -> Plan:
+    """The server may be killed, too."""
+    pick = source.choice
+    if source.random() > 0.3:
+        return plan
+    faults = list(plan.faults)
+    # What concerns references comes over connections that last.
+    many, between = ((3, 6, 10), 0.6) if plan.refers else ((1, 2, 3, 6), 0.3)
+    for number in range(len(faults) + 1, len(faults) + 1 + pick(many)):
+        at, keep = source.randint(5, total * 6), pick((0, 0, 0, 1, 1, 2, 3))
+        kind = "compact" if source.random() < 0.25 else "kill"
+        faults.append(Fault(number, kind, 0, at, keep, source.random() < between))
+    return replace(plan, faults=tuple(sorted(faults, key=_after)), kept=True)
 
 
 def _after(fault: Fault) -> int:

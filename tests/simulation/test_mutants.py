@@ -19,7 +19,8 @@ _SHORT_CUTS = {
     "forgets the leases of a lost relay": 462,
     "frees memory that may still be written": 2077,
     "ignores what a dead process has received": 1100,
-    "keeps no reference in flight when its sender is gone": 707,
+    "hears twice what it had recorded when it was killed": 298,
+    "keeps no reference in flight when its sender is gone": 3881,
     "reads a version that has the number of one that is gone": 5769,
     "settles a partial version before its base": 338,
 }

@@ -30,6 +30,7 @@ def count(seen: Counter[str], world: World) -> None:
     """Count what has happened in a run."""
     for name in world.names:
         seen[str(name[0])] += 1
+    seen["the server was killed"] += len(world.lives.deaths)
     seen["severed"] += world.uplink is not None and world.uplink.severed
     for call in world.history.calls:
         kind = call.operation.kind
@@ -94,7 +95,7 @@ def test_what_seeds_reach() -> None:
         *("exit", "ended", "get: object-lost", "put: object-lost"),
         *("object: answered", "hold: answered", "read: answered", "read: version-gone"),
         *("ref", "time", "child", "free: answered", "rewind: answered"),
-        "get: evicted",
+        *("get: evicted", "the server was killed", "written"),
     ):
         assert seen[what], f"{what}: never seen, but {seen}"
 

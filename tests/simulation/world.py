@@ -5,17 +5,20 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
+from collections import deque
 from collections.abc import Callable
 
 from tests.simulation.acting.clients import Client
 from tests.simulation.acting.operations import Cancelled
-from tests.simulation.acting.references import GRACE_S, References
+from tests.simulation.acting.references import References
 from tests.simulation.machine.halves import TravellingHalves
+from tests.simulation.machine.lives import Killed, Lives
 from tests.simulation.machine.loop import SimulatedLoop
-from tests.simulation.machine.memory import LINE, Memory, Owners
+from tests.simulation.machine.memory import Owners
+from tests.simulation.machine.processes import Processes
 from tests.simulation.machine.relays import Uplink
 from tests.simulation.machine.scheduling import Action, Name, Schedule
-from tests.simulation.machine.servers import running, server_on
+from tests.simulation.machine.servers import here, running
 from tests.simulation.plans import Fault, Operation, Plan, plan_of
 from tests.simulation.promises.accounts import check_accounts
 from tests.simulation.promises.checking import check
@@ -24,6 +27,7 @@ from tests.simulation.promises.violations import Violation
 
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.memory.volume_record import VolumeRecord
+from torchstore_core.server.server import Server
 from torchstore_core.wire import messages as m
 
 __all__ = ["World", "run_seed"]
@@ -67,19 +71,18 @@ class World:
         self.names: list[Name] = []
         self.history = History()
         self.loop = SimulatedLoop()  # type: ignore[abstract]  # nothing else of a loop is used
-        memories = [Memory(lines * LINE) for lines in plan.capacities]
-        self.owners = Owners(memories)
-        self.halves = [TravellingHalves(self, at) for at in range(len(memories))]
-        self.server = server_on(self.loop, memories, self.halves, plan.copies, GRACE_S)
+        self.lives = Lives(self)
+        self.owners = Owners(self.lives.memories)
+        self.halves = [TravellingHalves(self, at) for at in range(len(plan.capacities))]
+        self.processes = Processes(self)
         self.references = References(self)
-        self.here = self.server.topology
+        self.here = here()
         self.uplink: Uplink | None = None
         self.at_rest: list[Callable[[], None]] = []  # what happens when all is quiet
         self._dead: set[int] = set()
         self._asked: set[int] = set()
         self._watched: dict[int, list[m.WatchProcess]] = {}
-        self.server._watch = self._watch  # type: ignore[method-assign]
-        self._timed = () if recorded else plan.faults
+        self._timed = deque(() if recorded else plan.faults)
         self._callback = Action(("loop",), self._turn)
         self._time = Action(("time",), self._pass)
         self.clients = [Client(self, at, script) for at, script in enumerate(plan.scripts)]
@@ -102,6 +105,7 @@ class World:
     def process_ended(self, pid: int) -> None:
         """A process is no more."""
         self._dead.add(pid)
+        self.processes.ended(pid)
         for wanted in self._watched.pop(pid, ()):
             message = m.ProcessDied(wanted.session)
             self.once(("ended", pid), functools.partial(self.server.process_ended, message))
@@ -123,7 +127,9 @@ class World:
             Violation: the store has broken a promise.
         """
         try:
-            with running(self.loop):
+            with running(self.loop, self.processes):
+                self.lives.begin()
+                self.server._watch = self._watch  # type: ignore[method-assign]
                 if self.plan.relayed:
                     self.uplink = Uplink(self)
                 for client in self.clients:
@@ -134,8 +140,10 @@ class World:
                 self._leave()
         except Violation:
             raise
-        except Exception as error:
+        except (Exception, Killed) as error:
             raise Violation("failure", f"{type(error).__name__}: {error}") from error
+        finally:
+            self.lives.close()
         check(self.history, self.plan, self.references.freed)
 
     def _rest(self) -> None:
@@ -174,6 +182,7 @@ class World:
     def _leave(self) -> None:
         """Everybody leaves, and nothing is left of them."""
         self.tell("everybody leaves")
+        self.lives.spare()
         self.telling = False
         for client in self.clients:
             client.leave()
@@ -191,27 +200,27 @@ class World:
         used = [(v.used, v.leased, v.unfinished) for v in controller.volumes]
         sessions = [*controller.sessions, *controller.detached.sessions]
         if any(map(any, used)) or sessions or self.server.conversations:
-            raise Violation("leak", f"everybody has left, and there is {used}")
+            counts = f"{len(sessions)} sessions, {len(self.server.conversations)} connections"
+            raise Violation("leak", f"everybody has left, and there is {used} of {counts}")
 
     def _go(self) -> None:
-        schedule, loop, names, controller = self.schedule, self.loop, self.names, self._controller
-        faults = iter(self._timed)
-        fault = next(faults, None)
+        schedule, loop, names = self.schedule, self.loop, self.names
+        faults = self._timed
         while True:
-            if fault is not None and self.step >= fault.after:
+            if faults and self.step >= faults[0].after:
+                fault = faults.popleft()
                 self._happened(("fault", fault.number))
-                self._fail(fault)
-                fault = next(faults, None)
+                self._do(functools.partial(self._fail, fault))
             else:
                 action = schedule.choose()
                 if action is None:
-                    if fault is None:
+                    if not faults:
                         return
-                    self.step = fault.after
+                    self.step = faults[0].after
                     continue
                 self.step += 1
                 names.append(action.name)
-                action.run()
+                self._do(action.run)
             if loop.ready:
                 schedule.enable(self._callback)
             else:
@@ -223,11 +232,18 @@ class World:
                     schedule.disable(self._time)
             if self.touched:
                 self.touched = False
-                check_accounts(controller)
+                check_accounts(self._controller)
                 if loop.failed:
                     raise Violation("server", str(loop.failed))
             if self.step > _MOST_STEPS:
                 raise Violation("endless", "the clients never come to an end")
+
+    def _do(self, run: Callable[[], None]) -> None:
+        """One action; the server may be killed in the midst of it."""
+        try:
+            run()
+        except Killed:
+            self.lives.end()
 
     def digest(self) -> str:
         """The same for runs in which the same has happened."""
@@ -247,9 +263,9 @@ class World:
         lanes = [one.lane.oldest for one in self.references.bearers]
         oldest = min([sent for sent in lanes if sent is not None], default=due)
         now = min(due, oldest + _MOST_DELAY_S)
-        if now > self.loop.now:
+        if now > self.loop.now or due <= self.loop.now:
             self.touched = True
-            self.loop.advance(now - self.loop.now)
+            self.loop.advance(max(0.0, now - self.loop.now))
 
     def _happened(self, name: Name) -> None:
         self.step += 1
@@ -258,6 +274,13 @@ class World:
     def _fail(self, fault: Fault) -> None:
         if fault.kind == "lose":
             self._lose(fault.client)
+            return
+        if fault.kind == "kill":
+            self.lives.kill(fault)
+            return
+        if fault.kind == "compact":
+            self.tell("the log is written anew")
+            self.lives.write_anew(fault)
             return
         client = self.clients[fault.client]
         self.tell(f"client {fault.client}: {fault.kind}")
@@ -281,6 +304,11 @@ class World:
         self.halves[volume].lose()
         self._controller.lose_volume(volume, "it was killed")
         self.server._to_liveness_connections(m.Lost(volume, "it was killed"))
+
+    @property
+    def server(self) -> Server:
+        """The server in the life that it has now."""
+        return self.lives.server
 
     @property
     def _controller(self) -> Controller:

@@ -9,6 +9,7 @@ from tests.simulation.acting.operations import Cancelled, Closed
 from tests.simulation.acting.references import Bearer
 from tests.simulation.acting.steps import steps_of
 from tests.simulation.machine.halves import Packet
+from tests.simulation.machine.lasting import Lasting
 from tests.simulation.machine.memory import Range
 from tests.simulation.machine.network import Connection, Direct
 from tests.simulation.machine.relays import Relayed
@@ -62,6 +63,10 @@ class Task:
             self._resume(reply)
         elif not self.call.known:
             self.call.never_heard(reply, point)
+
+    def awaits(self, number: int) -> bool:
+        """Whether it waits for the answer to this request."""
+        return not self.over and self._asked == number
 
     def _came(self, number: int, landed: bool) -> None:
         """What was sent to a volume has landed, or will not."""
@@ -144,6 +149,10 @@ class Client:
         self.tasks: dict[int, Task] = {}
         self.kept: list[tuple[list[Range], list[bytes]]] = []  # what it has got, and keeps
         self.links: dict[int, bytes] = {}  # tickets of the volumes that it has met
+        self.unfinished: set[int] = set()  # its puts
+        self.leases: dict[int, list[int] | None] = {}  # with the positions; None: all
+        self._joining: dict[int, Lasting] = {}  # channels to the next life of the server
+        self._probes: dict[int, list[Lasting]] = {}
         self._script = deque(script)
         self._token = b""
         self._serial = 0
@@ -174,6 +183,7 @@ class Client:
         self._numbers = 100
         self._token = b""
         self.links = {}
+        self.unfinished, self.leases, self._probes = set(), {}, {}
         self.lanes = [self._open(0)]
         if self.world.plan.refers:
             self.bearer = Bearer(self.world, self.lanes[0])
@@ -189,6 +199,8 @@ class Client:
             self._relayed = uplink is not None and self.relayed and uplink.usable
         if self._relayed and uplink is not None:
             return Relayed(self.world, self, lane, name, uplink)
+        if self.world.plan.kept:
+            return Lasting(self.world, self, lane, name)
         return Direct(self.world, self, lane, name)
 
     def _open(self, lane: int) -> Connection:
@@ -202,10 +214,18 @@ class Client:
 
     def answered(self, connection: Connection, reply: m.Message) -> None:
         """A connection was welcomed, or not."""
+        if isinstance(reply, m.Flags):
+            for channel in self._probes.pop(reply.id, ()):
+                if channel in self.lanes and channel.lane not in self._joining:
+                    channel.give_up()
         if not isinstance(reply, m.Welcome):
             return
         connection.opened = True
-        if connection.lane == 0:
+        if isinstance(connection, Lasting):
+            connection.life = reply.life
+        if self._joining.get(connection.lane) is connection:
+            self._adopt(connection)
+        elif connection.lane == 0:
             self._token = reply.session
             self.lanes += [self._open(at + 1) for at in range(self.world.plan.channels)]
         self._offer()
@@ -221,7 +241,8 @@ class Client:
 
     def leave(self, keep: int = 99, *, broken: bool = False) -> None:
         """The process ends."""
-        lanes, self.lanes = self.lanes, []
+        lanes, self.lanes = [*self.lanes, *self._joining.values()], []
+        self._joining.clear()
         read = self.world.owners.read
         for ranges, seen in self.kept:
             if seen != [read(volume, start, end - start) for volume, start, end in ranges]:
@@ -245,15 +266,24 @@ class Client:
         for connection in self.lanes[1:]:
             if connection.opened and not connection.closed:
                 connection.cut(keep, broken=broken)
-                self.connection_lost(connection)
+                if isinstance(connection, Lasting):
+                    connection.fall()
+                else:
+                    self.connection_lost(connection)
                 return
 
     def connection_lost(self, connection: Connection) -> None:
         """A connection has closed, at this end or at the other one."""
+        if self._joining.get(connection.lane) is connection:  # to a life that is over
+            del self._joining[connection.lane]
+            self._probe()
         if connection not in self.lanes:
             return
         if connection.lane == 0:
-            self._orphaned()
+            if self.world.plan.kept and not self._token:
+                self._connect_again()
+            else:
+                self._orphaned()
             return
         if not self.lanes[0].closed:
             self.lanes[connection.lane] = self._open(connection.lane)
@@ -262,11 +292,67 @@ class Client:
                 task.interrupt(Closed())
         self._offer()
 
+    # ---- a server that comes back ---------------------------------------------------------
+
+    def _connect_again(self) -> None:
+        """The server has died before it has answered."""
+        self.lanes = [self._open(0)]
+        if self.bearer is not None:
+            self.bearer.lane = self.lanes[0]
+
+    def channel_lost(self, channel: Lasting) -> None:
+        """A channel is down: either the server has died, or it has closed it and lives."""
+        if channel in self.lanes:
+            self._probe()
+
+    def _probe(self) -> None:
+        down = [one for one in self.lanes if isinstance(one, Lasting) and one.down]
+        if down and not self.lanes[0].closed:
+            number = self.number()
+            self._probes[number] = down
+            self.lanes[0].ask(m.Exists(number, []), number, None, None)
+
+    def came_back(self, welcome: m.Welcome) -> None:
+        """The server says on the liveness connection that it was dead: say what there is, and
+        connect the channels again.
+        """
+        if not self._token:  # it has died before it has answered
+            self._resume(welcome)
+            self.answered(self.lanes[0], welcome)
+            return
+        self._probes.clear()
+        self.links.clear()
+        self._resume(welcome)
+        for channel in self.lanes[1:]:
+            before = self._joining.pop(channel.lane, None)
+            if before is not None:
+                before.close()
+            if isinstance(channel, Lasting) and 0 < channel.life < welcome.life:
+                self._joining[channel.lane] = self._open(channel.lane)  # type: ignore[assignment]
+
+    def _resume(self, welcome: m.Welcome) -> None:
+        channels = [one for one in self.lanes[1:] if isinstance(one, Lasting)]
+        asks = [number for channel in channels for number in channel.unanswered()]
+        what = list(self.unfinished), list(self.leases.items()), asks
+        self.lanes[0].send(m.Resume(2, welcome.life, *what))
+
+    def _adopt(self, connection: Connection) -> None:
+        """A channel has a connection to the server of now."""
+        lane = connection.lane
+        new, old = self._joining.pop(lane), self.lanes[lane]
+        for task in self.tasks.values():
+            if task.connection is old:
+                task.connection = new
+        self.lanes[lane] = new
+        old.adopt(new)  # type: ignore[attr-defined]
+        self._offer()
+
     def _orphaned(self) -> None:
         """The session is over, though the process lives: it gives up everything but what it has
         got already, which it may still look at, until it ends, too.
         """
-        lanes, self.lanes = self.lanes, []
+        lanes, self.lanes = [*self.lanes, *self._joining.values()], []
+        self._joining.clear()
         if self.bearer is not None:
             self.bearer.die()
         for task in list(self.tasks.values()):

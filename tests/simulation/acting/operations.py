@@ -117,6 +117,8 @@ def putting(
     holder = ("put", client.index, client.life, txn)
     writers = task.world.owners.writers
     unsettled: list[tuple[int, str]] = []
+    unfinished = client.unfinished
+    unfinished.add(txn)
     try:
         task.call.sent = not values
         kind = m.Rewind if task.operation.kind == "rewind" else m.Put
@@ -149,6 +151,8 @@ def putting(
             client.links.pop(volume, None)
         via = task.liveness if task.connection.closed or task.operation.spare else task.connection
         via.send(m.Abort([txn], unsettled))
+    finally:
+        unfinished.discard(txn)
 
 
 def _write(task: Task, holder: Holder, grant: m.Grant, value: bytes) -> Steps:
@@ -208,6 +212,8 @@ def get(task: Task) -> Steps:
     lease = client.number()
     holder = ("get", client.index, client.life, lease)
     owners = task.world.owners
+    leases, is_kept = client.leases, False
+    leases[lease] = None
     try:
         inline = _ALL if operation.inline else 0
         request: m.Message
@@ -266,6 +272,7 @@ def get(task: Task) -> Steps:
         seen = [owners.read(volume, start, end - start) for volume, start, end in ranges]
         if operation.hold == KEPT:
             client.kept.append((ranges, seen))
+            is_kept = True
             return
         for _ in range(operation.hold):
             yield None
@@ -280,6 +287,7 @@ def get(task: Task) -> Steps:
         for at, (*_, nbytes, _, grant) in enumerate(pieces):  # one after the other
             if grant is not None:
                 ranges.remove((grant.volume, grant.offset, grant.offset + nbytes))
+                leases[lease] = [one for one in range(at + 1, len(pieces)) if pieces[one][-1]]
                 via.send(m.Release([], [(lease, [at])]))
                 yield None
         del owners.readers[holder]
@@ -288,6 +296,8 @@ def get(task: Task) -> Steps:
         task.give_up(error)
         task.liveness.send(m.Release([lease]))
     finally:
+        if not is_kept:
+            leases.pop(lease, None)
         if local is not None:
             local.users -= 1
 
@@ -309,7 +319,7 @@ def ask(task: Task) -> Steps:
     request: m.Message
     match operation.kind:
         case "delete":
-            request = m.Delete(number, keys, operation.strict)
+            request = m.Delete(number, keys, operation.strict, number)
         case "wait":
             request = m.Wait(number, keys, operation.version)
         case "versions":

@@ -11,6 +11,7 @@ import copy
 import itertools
 from typing import TYPE_CHECKING
 
+from tests.simulation.machine.lasting import Lasting
 from tests.simulation.machine.network import Connection, Direct
 from tests.simulation.promises.violations import Violation
 
@@ -145,6 +146,8 @@ class References:
         bearer = client.bearer
         if bearer is None or bearer.died is not None or bearer.lane.closed:
             return  # nobody decodes it
+        if self._world.plan.kept and not bearer.lane.opened:
+            return  # nobody can before it has a session that lasts
         now, ident = self._world.loop.now, client.number()
         sure = sent.sure and sent.is_in_time(now)
         if self._world.telling:
@@ -177,6 +180,8 @@ class References:
             raise Violation("references", f"{sorted(early)} are referred to, and not held")
         if late := held - some:
             raise Violation("references", f"{sorted(late)} are held, and nobody refers to them")
+        if waiting := len(self._world.server.controller.holds._adopting):
+            raise Violation("references", f"{waiting} children wait in vain for what they inherit")
 
 
 class _Child:
@@ -195,12 +200,34 @@ class _Child:
         self._world = world
         self._number = number
         self._which = which
-        lane = Direct(world, client, 0, (client.index, client.serial()))
+        self.pid = client.pid  # of the process that opens its connection
+        self._client = client
+        self._parent = parent
+        self._ticket = ticket
+        self._connect()
+
+    def _connect(self) -> None:
+        """Open a connection. Where the server comes back, it lasts once the server has answered."""
+        world, client = self._world, self._client
+        kind = Lasting if world.plan.kept else Direct
+        self._lane = lane = kind(world, client, 0, (client.index, client.serial()))
         lane.client = self  # type: ignore[assignment]
         facts = ClientFacts(1, world.here.host_id, "host", client.index, role=m.HOLDER_ROLE)
-        lane.send(m.Hello(1, m.PROTOCOL_VERSION, b"", world.here, facts))
-        lane.send(m.Adopt(ticket))
-        parent.lane.send(m.LendAll(ticket))
+        hello = m.Hello(1, m.PROTOCOL_VERSION, b"", world.here, facts)
+        if world.plan.kept:
+            lane.ask(hello, 1, None, None)
+        else:
+            lane.send(hello)
+            self._fork()
+
+    def _fork(self) -> None:
+        """Inherit what the parent has now."""
+        world, parent, lane = self._world, self._parent, self._lane
+        if parent.died is not None:
+            lane.cut(99)
+            return
+        lane.send(m.Adopt(self._ticket))
+        parent.lane.send(m.LendAll(self._ticket))
         self.bearer = Bearer(world, lane)
         self.bearer.refs = {ident: copy.copy(ref) for ident, ref in parent.refs.items()}
         for ref in self.bearer.refs.values():
@@ -209,10 +236,18 @@ class _Child:
         self._then("drops", self._drops)
 
     def answered(self, connection: Connection, reply: m.Message) -> None:
-        """It reads nothing."""
+        """It reads the answer to its hello, if any, and nothing else."""
+        self._fork()
+
+    def came_back(self, welcome: m.Welcome) -> None:
+        """What it is told without having asked answers its hello, if anything does."""
+        if not hasattr(self, "bearer"):
+            self._fork()
 
     def connection_lost(self, connection: Connection) -> None:
-        """It does not notice."""
+        """It does not notice, unless it still waits for an answer."""
+        if not hasattr(self, "bearer"):
+            self._connect()
 
     def _then(self, what: str, happens: object) -> None:
         self._world.once(("child", self._number, what), happens)  # type: ignore[arg-type]

@@ -112,7 +112,8 @@ def _free(task: Task) -> Steps:
         if local is None:
             return
         task.world.references.freed.add(local.name)
-        task.conclude((yield m.Free(task.client.number(), [local.name])))
+        number = task.client.number()
+        task.conclude((yield m.Free(number, [local.name], number)))
     except (Cancelled, Closed) as error:
         task.give_up(error)
 

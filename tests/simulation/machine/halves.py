@@ -69,6 +69,10 @@ class TravellingHalves:
         self._lost = True
         self._peers.clear()
 
+    def restart(self) -> None:
+        """The server is dead, and these with it; its next life has others."""
+        self._peers.clear()
+
     def _once(self, what: str, whose: str, happens: Callable[[], None]) -> None:
         """The names are those of the clients, so that they mean the same in similar runs."""
         key = (what, self._volume, whose)

@@ -23,7 +23,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
     """
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.now = 1000.0  # a moment that is 0 is none at all
         self.failed: list[dict[str, Any]] = []
         self._tasks: list[asyncio.Task[Any]] = []
         self.ready: deque[asyncio.Handle] = deque()
@@ -51,12 +51,23 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         """Nothing is due any more."""
         self._timers.clear()
 
+    def forget_timer(self, callback: Callable[..., object]) -> None:
+        """That is never due."""
+        self._timers = [one for one in self._timers if one[2]._callback != callback]
+        heapq.heapify(self._timers)
+
     def end(self) -> None:
         """Cancel all tasks, so that nothing is left of them."""
+        self.forget_timers()
+        while any(not task.done() for task in self._tasks):
+            for task in self._tasks:
+                task.cancel()
+            while self.ready:
+                self.run_one()
+        self.ready.clear()
         for task in self._tasks:
-            task.cancel()
-        while self.ready:
-            self.run_one()
+            if not task.cancelled():
+                task.exception()  # retrieve it, or asyncio complains that nobody did
         self._tasks.clear()
 
     # ---- asyncio --------------------------------------------------------------------------

@@ -122,9 +122,7 @@ class Connection(ABC):
         if not self._down:
             self._world.schedule.disable(self._answer)
         if not frame:
-            self.closed = True
-            self._forget()
-            self.client.connection_lost(self)
+            self._hung_up()
             return
         reply = decode_reply(memoryview(frame)[HEADER:])
         if self._world.telling:
@@ -136,6 +134,14 @@ class Connection(ABC):
                 self.client.answered(self, reply)
             else:
                 task.answered(reply, self.point_of(number, point))
+        elif type(reply) is m.Welcome:
+            self.client.came_back(reply)
+
+    def _hung_up(self) -> None:
+        """The other end has closed it."""
+        self.closed = True
+        self._forget()
+        self.client.connection_lost(self)
 
     def point_of(self, number: int, point: int) -> int:
         """The point at which the server has sent the answer to a request."""
@@ -202,7 +208,10 @@ class Direct(Connection):
 
     def __init__(self, world: World, client: Client, lane: int, name: tuple[int, ...]) -> None:
         super().__init__(world, client, lane, name)
-        self._conversation = Conversation(world.server, self._answers, self.hang_up)
+        self._conversation = self._converse()
+
+    def _converse(self) -> Conversation:
+        return Conversation(self._world.server, self._answers, self.hang_up)
 
     def _receive(self, body: bytes, call: Call | None) -> None:
         self._world.point += 1

@@ -6,19 +6,26 @@ import asyncio
 import copy
 import functools
 import logging
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import pytest
 from tests.simulation.machine.halves import TRANSPORT, TravellingHalves
 from tests.simulation.machine.loop import SimulatedLoop
 from tests.simulation.machine.memory import Memory, simulated_volume
+from tests.simulation.machine.processes import Processes
 
+from torchstore_core import moments
 from torchstore_core.contracts.strategy import Strategy
+from torchstore_core.machine.topology import Topology
+from torchstore_core.server.keeping import recorded, returning
+from torchstore_core.server.keeping.link import KeeperLink
 from torchstore_core.server.server import Server, ServerOptions
 from torchstore_core.server.serving.conversation import Conversation
 from torchstore_core.server.serving.journal import Refusals
 
-__all__ = ["running", "server_on"]
+__all__ = ["here", "running", "server_on"]
 
 
 class _InOrder(set[Conversation]):
@@ -54,15 +61,21 @@ def _pattern() -> Server:
     return Server(ServerOptions(store_name="simulated", prefault=0))
 
 
+def here() -> Topology:
+    """Where everything is."""
+    return _pattern().topology
+
+
 def server_on(
     loop: SimulatedLoop,
     memories: Sequence[Memory],
     halves: Sequence[TravellingHalves],
     copies: int,
-    grace_s: float,
+    keeper: KeeperLink | None = None,
 ) -> Server:
-    """A server of its own that does not listen anywhere."""
+    """A server of its own that does not listen anywhere; with a keeper, the next life of one."""
     server = copy.copy(_pattern())
+    server._keeper = keeper
     server.conversations = _InOrder()
     server.connections = set()
     server.refusals = Refusals()
@@ -74,22 +87,30 @@ def server_on(
         for at, (memory, half) in enumerate(zip(memories, halves, strict=True))
     ]
     server._begin(volumes)
-    loop.forget_timers()  # what a server does every second is of no interest
-    holds = server.controller.holds
-    holds._clock, holds._grace_s, holds._number = loop.time, grace_s, 0
+    loop.forget_timer(server._sample_rate)  # what it does every second is of no interest
     # The controller has been given the method of the class: let a world take its place.
     server.controller.detached._watch = lambda volume, wanted: server._watch(volume, wanted)
     return server
 
 
 @contextmanager
-def running(loop: SimulatedLoop) -> Iterator[None]:
-    """While the loop is the one that asyncio knows, and nothing is logged."""
+def running(loop: SimulatedLoop, processes: Processes) -> Iterator[None]:
+    """While the loop is the one that asyncio knows, there are no other clocks and processes than
+    simulated ones, no number is random, and nothing is logged.
+    """
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     asyncio._set_running_loop(loop)
     try:
-        yield
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(moments, "monotonic", loop.time)
+            patch.setattr(moments, "wall", loop.time)
+            patch.setattr(secrets, "randbits", lambda bits: 0)
+            for module in (recorded, returning):
+                patch.setattr(module, "started", processes.started)
+            patch.setattr(returning, "ProcessWatch", processes.watch)
+            yield
+            loop.end()
     finally:
         loop.end()
         asyncio._set_running_loop(None)

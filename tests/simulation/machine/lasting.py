@@ -1,0 +1,244 @@
+"""Connections to a server that comes back when it dies, with both ends' ways to go on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.simulation.machine.lives import Handled
+from tests.simulation.machine.network import Connection, Direct
+
+from torchstore_core.server.index.records import SessionRecord
+from torchstore_core.server.serving.conversation import Conversation
+from torchstore_core.wire import messages as m
+from torchstore_core.wire.framing import HEADER, decode_reply, decode_request
+from torchstore_core.wire.repeating import number_of
+
+if TYPE_CHECKING:
+    from tests.simulation.acting.clients import Client, Task
+    from tests.simulation.promises.histories import Call
+    from tests.simulation.world import World
+
+__all__ = ["Lasting"]
+
+
+class Lasting(Direct):
+    """A connection to such a server.
+
+    The keeper holds liveness connections. What has come on one of them is taken out of the kernel's
+    buffer when it was handled, so the next life may handle it again. A channel is *down* when the
+    other end has closed it: its client waits for the next life, and then asks again on another
+    connection, which takes its place.
+
+    Attributes:
+        handled: what the server has not answered yet, by the ids of the requests.
+        is_kept: whether the keeper holds it.
+        down: see above.
+        life: the one of the server that it leads to; 0: that has not answered.
+    """
+
+    def __init__(self, world: World, client: Client, lane: int, name: tuple[int, ...]) -> None:
+        self.handled: dict[int, Handled] = {}
+        self.is_kept = False
+        self.down = False
+        self.life = 0
+        self._next: Lasting | None = None  # what has taken its place
+        self._was_read = False
+        self._is_first = False
+        self._asked: dict[int, tuple[m.Message, Call | None]] = {}
+        self._postponed: list[tuple[m.Message, Call | None]] = []
+        self._pid = client.pid
+        super().__init__(world, client, lane, name)
+        world.lives.connections[self] = None
+
+    # ---- the client's end -----------------------------------------------------------------
+
+    def send(self, message: m.Message, call: Call | None = None) -> None:
+        if self._next is not None:
+            self._next.send(message, call)
+        elif not self.down:
+            super().send(message, call)
+        elif not isinstance(message, m.Cancel):
+            self._postponed.append((message, call))
+
+    def ask(self, message: m.Message, number: int, task: Task | None, call: Call | None) -> None:
+        if self._next is not None:
+            self._next.ask(message, number, task, call)
+            return
+        self._asked[number] = message, call
+        self.waiting[number] = task
+        if not self.down:
+            super().send(message, call)
+
+    def _hung_up(self) -> None:
+        if self.lane == 0 or not self.opened:
+            super()._hung_up()
+        elif not self.down:
+            self.fall()
+
+    def fall(self) -> None:
+        """The client finds a channel closed."""
+        self.closed, self.down = False, True
+        self.client.channel_lost(self)
+
+    def unread(self, reply: m.Message, point: int) -> None:
+        task = self.waiting.get(getattr(reply, "id", 0))
+        if task is not None:
+            task.call.never_heard(reply, point)
+
+    def unanswered(self) -> list[int]:
+        """See ``Channel.unanswered``."""
+        there = [number for number, task in self.waiting.items() if task and task.awaits(number)]
+        return [number_of(self._asked[number][0]) for number in there]
+
+    def adopt(self, other: Lasting) -> None:
+        """Another connection, to a later life, takes its place."""
+        self.down = True  # what came before the end counts
+        while not self.quiet:
+            self._down_arrives()
+        self._next = other
+        for message, call in self._postponed:
+            other.send(message, call)
+        for number, task in list(self.waiting.items()):
+            if task is None or task.awaits(number):
+                message, call = self._asked.pop(number)
+                other._asked[number] = message, call
+                other.waiting[number] = task
+                Connection.send(other, m.Again(number, message), call)  # type: ignore[arg-type]
+        self.closed = False
+        self.close()
+
+    def give_up(self) -> None:
+        """The server lives, and has closed this channel: it stays closed."""
+        self.closed = True
+        self.client.connection_lost(self)
+
+    # ---- the other end --------------------------------------------------------------------
+
+    def _converse(self) -> Conversation:
+        server, pid = self._world.server, self._pid
+        return Conversation(server, self._answers, self.hang_up, pid=pid, keep=self._keep)
+
+    def _keep(self, session: SessionRecord) -> None:
+        self.is_kept = self._world.server.keep_connection(session, self)  # type: ignore[arg-type]
+
+    def _receive(self, body: bytes, call: Call | None) -> None:
+        world = self._world
+        world.point += 1
+        self._was_read = True
+        request = decode_request(body)
+        number = getattr(request, "id", 0)
+        again = isinstance(request, m.Again)
+        if isinstance(request, m.Again):
+            request = request.request
+        if call is not None:
+            session = self._conversation._session
+            token = b"" if session is None else session.token
+            done = number_of(request) and call.known  # as far as the server is concerned
+            if not again or not (done or world.lives.result_of(token, request)):
+                call.reached(world.point)
+            self.handled[number] = Handled(token, request, call)
+        if world.telling:
+            self._tell(f"server <- {self}{' again' if again else ''}", request)
+        if not self.is_kept:
+            self._conversation.handle(body)
+            return
+        self._put_back(body, call)
+        if self._is_first:
+            self._is_first = False
+            self._conversation.handle_first(body)
+        else:
+            self._conversation.handle(body)
+        world.lives.handled()
+        self._take_out()
+
+    def _put_back(self, body: bytes, call: Call | None) -> None:
+        """It stays in the kernel's buffer until it is handled."""
+        self._up.appendleft((body, call))
+        self._times.appendleft(self._world.loop.now)
+        self._world.schedule.enable(self._arrive)
+
+    def _take_out(self) -> None:
+        self._up.popleft()
+        self._times.popleft()
+        if not self._up:
+            self._world.schedule.disable(self._arrive)
+
+    def _answers(self, frame: bytearray) -> None:
+        reply = decode_reply(memoryview(frame)[HEADER:])
+        if not isinstance(reply, m.Delayed):
+            self.handled.pop(getattr(reply, "id", 0), None)
+        super()._answers(frame)
+
+    def hang_up(self) -> None:
+        if self.is_kept:  # the keeper has it open as long as the server has not
+            self._world.loop.call_soon(self._lost)
+        else:
+            super().hang_up()
+
+    def _lost(self) -> None:
+        super()._lost()
+        if self.is_kept:
+            self.write(b"")
+
+    def _end(self) -> None:
+        super()._end()
+        self._not_kept()
+
+    def _breaks(self, left: list[tuple[bytes, Call | None]]) -> None:
+        if self.is_kept:
+            self._put_back(*left[0])
+        super()._breaks(left)
+        self._forget_sent()
+        self._not_kept()
+
+    def _forget_sent(self) -> None:
+        """Nobody reads any more what was sent."""
+        self._up.clear()
+        self._times.clear()
+        self._world.schedule.disable(self._arrive)
+
+    def dropped(self) -> None:
+        """The keeper does not have it any more."""
+        self.is_kept = False
+        self._not_kept()
+
+    def _not_kept(self) -> None:
+        if self._ended and not self.is_kept:
+            self._world.lives.connections.pop(self, None)
+
+    # ---- the next life --------------------------------------------------------------------
+
+    def go_on(self, session: SessionRecord, *, is_there: bool) -> None:
+        """It is the liveness connection of a session, as before."""
+        self.handled.clear()
+        self._is_first = True
+        if self._ended:  # whoever reads it is told so again
+            self._ended = False
+            if not self._up:
+                self._put_back(b"", None)
+        self._conversation = self._converse()
+        self._keep(session)
+        self._conversation.go_on(session)
+        if not is_there:
+            self._world.loop.call_soon(self._conversation.process_died)
+
+    def closed_by_keeper(self) -> None:
+        """It is of no session any more."""
+        self._lose()
+
+    def server_died(self, *, queued: bool) -> None:
+        """It was not kept. ``queued``: what had not been accepted waits for the next life."""
+        if self._ended:
+            return
+        if queued and not self._was_read:
+            self._world.lives.connections[self] = None
+            self._conversation = self._converse()
+        else:
+            self._lose()
+
+    def _lose(self) -> None:
+        self.is_kept = False
+        self._ended = True
+        self._forget_sent()
+        self.handled.clear()
+        self.write(b"")

@@ -1,0 +1,289 @@
+"""The lives of a simulated server that is killed at any moment; a keeper holds what outlives it."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tests.simulation.machine.memory import LINE, Memory
+from tests.simulation.machine.servers import server_on
+from tests.simulation.promises.states import OF_A_LIFE, state_of
+from tests.simulation.promises.violations import Violation
+
+from torchstore_core.server.keeping.link import KeeperLink
+from torchstore_core.server.keeping.log import Log
+from torchstore_core.server.keeping.recorded import RecordedController, Repeated
+from torchstore_core.server.server import Server
+from torchstore_core.wire import messages as m
+from torchstore_core.wire.repeating import number_of
+
+if TYPE_CHECKING:
+    from tests.simulation.machine.lasting import Lasting
+    from tests.simulation.plans import Fault
+    from tests.simulation.promises.histories import Call
+    from tests.simulation.world import World
+
+__all__ = ["Handled", "Killed", "Lives"]
+
+# What a client sees of it at most.
+_PAUSE_S = 0.5
+
+
+class Killed(SystemExit):
+    """The server is killed here: nothing of it goes on."""
+
+
+class Handled(NamedTuple):
+    """A request that a server has not answered yet.
+
+    Args:
+        token: of its session.
+    """
+
+    token: bytes
+    request: m.Message
+    call: Call
+
+
+class _Log(Log):
+    """A log in which the death of its writer can be planned.
+
+    Attributes:
+        left: after how many more records it is killed; 0: it is not.
+        is_over: it is dead, and writes nothing any more.
+    """
+
+    left = 0
+    is_over = False
+
+    def append(self, kind: int, session: int, body: bytes | bytearray) -> None:
+        if self.is_over:
+            return
+        super().append(kind, session, body)
+        self.count()
+
+    def count(self) -> None:
+        """It has done something that outlives it.
+
+        Raises:
+            Killed: it was the last thing.
+        """
+        if self.left:
+            self.left -= 1
+            if not self.left:
+                self.is_over = True
+                raise Killed
+
+
+class _Link(KeeperLink):
+    """The connection of one life to the keeper, which reads at once what it is told."""
+
+    def __init__(self, held: dict[str, Any], facts: dict[str, str], life: int) -> None:
+        self.life = life
+        self.opened: _Log | None = None
+        self.facts = facts
+        self._held = held
+        self._kept = dict(held)
+
+    def log(self) -> _Log:
+        self.opened = _Log(self.kept("log"))
+        return self.opened
+
+    def keep(self, name: str, fd: Any, **facts: str) -> None:
+        self.facts.update(facts)
+        if isinstance(fd, int):
+            self._held[name] = os.dup(fd)
+        elif name not in self._held:
+            self._held[name] = fd
+            if self.opened is not None:
+                self.opened.count()
+
+    def drop(self, name: str) -> None:
+        connection = self._held.pop(name, None)
+        if connection is not None:
+            connection.dropped()
+
+
+class Lives:
+    """The server of a run; after a death the next one, of what the keeper has.
+
+    Attributes:
+        server: the one that lives.
+        deaths: at which steps it was killed.
+        connections: all that it has, in the order in which they were made; if it comes back.
+    """
+
+    server: Server
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._memories = [Memory(lines * LINE) for lines in world.plan.capacities]
+        self.memories = self._memories
+        self.deaths: list[int] = []
+        self.connections: dict[Lasting, None] = {}
+        self._held: dict[str, Any] = {}
+        self._facts: dict[str, str] = {}
+        self._life = 0
+        self._log: _Log | None = None
+        self._accepts = False  # connections of which nothing was read are lost, too
+        self._after_a_message = self._is_writing = False
+
+    def begin(self) -> None:
+        """The next life."""
+        world = self._world
+        self._life += 1
+        link = _Link(self._held, self._facts, self._life) if world.plan.kept else None
+        where = self._memories, world.halves
+        self.server = server_on(world.loop, *where, world.plan.copies, link)
+        if link is not None:
+            self._log = self.controller.log  # type: ignore[assignment]
+            self._take(link)
+
+    @property
+    def controller(self) -> RecordedController:
+        """Of the server that lives, which comes back."""
+        controller = self.server.controller
+        assert isinstance(controller, RecordedController)
+        return controller
+
+    def close(self) -> None:
+        """Nothing is left of them."""
+        if self._log is not None:
+            self._log.close()
+        if (fd := self._held.pop("log", -1)) >= 0:
+            os.close(fd)
+
+    # ---- death ----------------------------------------------------------------------------
+
+    def kill(self, fault: Fault) -> None:
+        """Kill it now; or later, in the midst of something.
+
+        Raises:
+            Killed: now.
+        """
+        if self._log is None:
+            return
+        self._accepts = fault.broken
+        if not fault.keep:
+            raise Killed
+        if fault.broken:
+            self._after_a_message = True
+        else:
+            self._log.left = fault.keep
+
+    def handled(self) -> None:
+        """A message was handled that is still to be taken out of the kernel's buffer.
+
+        Raises:
+            Killed: before that.
+        """
+        if self._after_a_message:
+            self._after_a_message = False
+            raise Killed
+
+    def write_anew(self, fault: Fault) -> None:
+        """Write the state of now into a new log, which takes the place of the old one later: see
+        ``Compaction``, whose child does this.
+        """
+        old = self._log
+        if old is None or self._is_writing:
+            return
+        self._is_writing = True
+        new, mark, life = _Log(), old.end, self._life
+        self.controller.write_state(new)
+
+        def written() -> None:
+            self._is_writing = False
+            if life != self._life:  # its server is dead
+                new.close()
+                return
+            new.refresh()
+            new.append_from(old, mark)
+            new.left = old.left
+            os.close(self._held["log"])
+            self._held["log"] = os.dup(new.fd)
+            self.controller.log = self._log = new
+            old.close()
+
+        self._world.once(("written", fault.number), written)
+
+    def spare(self) -> None:
+        """It is not killed any more."""
+        self._after_a_message = False
+        if self._log is not None:
+            self._log.left = 0
+
+    def end(self) -> None:
+        """The server is dead, and comes back."""
+        world, log = self._world, self._log
+        assert log is not None
+        world.tell("the server is killed, and comes back")
+        world.touched = True
+        self.deaths.append(world.step)
+        # What it was doing when it died is done again in part.
+        before = None if log.is_over else state_of(self.controller, OF_A_LIFE)
+        log.is_over = True
+        world.loop.end()
+        world.processes.nobody_watches()
+        for halves in world.halves:
+            halves.restart()
+        dead, self.connections = self.connections, {}
+        handled = [one for connection in dead for one in connection.handled.values()]
+        log.close()
+        self._log = None
+        world.loop.now += _PAUSE_S
+        self.connections = {one: None for one in dead if one.is_kept}
+        self.begin()
+        if before is not None and state_of(self.controller, OF_A_LIFE) != before:
+            raise Violation("restart", "the server comes back with another state than it had")
+        for connection in dead:
+            if not connection.is_kept:
+                connection.server_died(queued=not self._accepts)
+        for one in handled:
+            self._learn(one)
+
+    def _take(self, link: _Link) -> None:
+        """As ``Server._take_connections``, without sockets."""
+        returning = self.server.returning
+        assert returning is not None
+        for name in link.names():
+            connection = link.kept(name) if name.startswith("session ") else None
+            if connection is None:
+                continue
+            found = returning.of(int(name.removeprefix("session ")))
+            if found is None:
+                link.drop(name)
+                connection.closed_by_keeper()
+                continue
+            session, _, is_there = found
+            connection.go_on(session, is_there=is_there)
+
+    # ---- what became of what it was asked ---------------------------------------------------
+
+    def result_of(self, token: bytes, request: m.Message) -> Repeated | None:
+        """What a request has given that was executed in an earlier life, and that has a number."""
+        number = number_of(request)
+        known = self.controller.results.get(token, {})
+        return known.get((type(request).__name__, number)) if number else None
+
+    def _learn(self, handled: Handled) -> None:
+        """A request has had an effect if its repetition has, also if nobody ever asks again."""
+        request, call = handled.request, handled.call
+        done = self.result_of(handled.token, request)
+        if done is not None:
+            call.never_heard(_reply(request, done), call.at)
+        elif isinstance(request, m.Put | m.PutObject):
+            call.begun = 0  # it has not been executed
+
+
+def _reply(request: m.Message, done: Repeated) -> m.Message:
+    number: int = getattr(request, "id", 0)
+    if done.error is not None:
+        return m.Failure(number, done.error[0], "")
+    match request:
+        case m.Delete() | m.Free():
+            return m.Deleted(number, done.result)
+        case m.Put() | m.PutObject():
+            versions, grants = done.result
+            return m.Committed(number, versions) if grants is None else m.Granted(number, grants)
+    return m.Committed(number, done.result)
