@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -89,12 +89,17 @@ class OtherHosts:
         self._calls: list[bool] = []  # of the controller; whether somebody waits for the answer
         self._counting = False
 
+    def call(self, data: bytes) -> Awaitable[object]:
+        """Call an endpoint with some bytes."""
+        answer: Awaitable[object] = self.peer.nothing.call_one(data)
+        return answer
+
     def bare(self, count: int, nbytes: int) -> list[float]:
         """Seconds of each of ``count`` calls of an endpoint with so many bytes, one by one."""
         data = bytes(nbytes)
 
         async def calls() -> list[float]:
-            return [(await timed(self.peer.nothing.call_one(data)))[0] for _ in range(count)]
+            return [(await timed(self.call(data)))[0] for _ in range(count)]
 
         times: list[float] = self._run(calls())
         return times
@@ -104,7 +109,7 @@ class OtherHosts:
         data = bytes(nbytes)
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         calls: dict[str, Callable[[], Any]] = {
-            "put bytes": lambda: self.peer.nothing.call_one(data),
+            "put bytes": lambda: self.call(data),
             "get bytes": lambda: self.peer.give.call_one(nbytes, False),
             "put tensor": lambda: self.peer.nothing.call_one(tensor),
             "get tensor": lambda: self.peer.give.call_one(nbytes, True),
@@ -121,19 +126,19 @@ class OtherHosts:
         opened with ``mesh="procs"``.)
         """
         from torchstore_core.server.remote.relay_server import RelayRequests
-        from torchstore_monarch.actors import host
+        from torchstore_monarch.actors.uplinks import RelayUplink
 
         if not self._counting:
-            exchange = host._Uplink.exchange
+            exchange = RelayUplink.exchange
             calls = self._calls
 
-            async def counted(uplink: Any, said: bytes) -> bytes:
+            def counted(uplink: RelayUplink, said: bytes) -> Awaitable[bytes]:
                 bodies = [one.body for one in RelayRequests.decode(said) if one.body]
                 kinds = {msgspec.msgpack.decode(body)[0] for body in bodies}
                 calls.append(not kinds <= NO_REPLY)
-                return await exchange(uplink, said)
+                return exchange(uplink, said)
 
-            host._Uplink.exchange = counted
+            RelayUplink.exchange = counted
             self._counting = True
 
     def operations(self, count: int, nbytes: int, keys: int, turn: int) -> dict[str, Any]:
@@ -208,7 +213,7 @@ class Commands:
             "small": SmallInActor(self._on_loop),
             "dicts": Dicts(self._on_loop),
             "other_hosts": self.other_hosts,
-            "far": FarVolumes(self._on_loop),
+            "far": FarVolumes(self._on_loop, self.other_hosts.call),
         }
 
     def _on_loop(self, work: Coroutine[Any, Any, Any]) -> Any:

@@ -25,6 +25,7 @@ def spilling(bench: Bench) -> list[Metric]:
     rounds: list[dict[str, Any]] = []
     idle: list[float] = []
     room: list[float] = []
+    disk: list[float] = []
     busy: list[float] = []
     for turn in range(1 + bench.repeat):
         bench.progress(turn, 1 + bench.repeat, "more than memory")
@@ -32,6 +33,9 @@ def spilling(bench: Bench) -> list[Metric]:
         publisher.start("spilling.round_with_room", seconds=_IDLE_S)
         beside: list[float] = reader.call("spilling.small", seconds=_IDLE_S)
         bench.check(publisher.result(10 * bench.patience), f"with room, round {turn}")
+        publisher.start("spilling.raw_round", seconds=_IDLE_S)
+        dd: list[float] = reader.call("spilling.small", seconds=_IDLE_S)
+        bench.check(publisher.result(10 * bench.patience), f"raw disk, round {turn}")
         publisher.start("spilling.round")
         others: list[float] = reader.call("spilling.small", seconds=_IDLE_S)
         found = publisher.result(10 * bench.patience)
@@ -40,6 +44,7 @@ def spilling(bench: Bench) -> list[Metric]:
             rounds.append(found)
             idle.append(percentile(quiet, 0.99) * 1e6)
             room.append(percentile(beside, 0.99) * 1e6)
+            disk.append(percentile(dd, 0.99) * 1e6)
             busy.append(percentile(others, 0.99) * 1e6)
     reader.call("store.close")
     publisher.call("spilling.close")
@@ -61,5 +66,6 @@ def spilling(bench: Bench) -> list[Metric]:
     out.against("raw disk", [each["raw write"] / 1e9 for each in rounds], None, at_most=False)
     small = Metric("get 1 KB meanwhile, p99", "spilling", "µs", busy)
     small.against("while nothing else happens", idle, 3.0, at_most=True)
+    small.against("while the raw disk has the same bytes", disk, None, at_most=True)
     small.against("while the values go through another store, with room", room, None, at_most=True)
     return [metric, out, back, small]

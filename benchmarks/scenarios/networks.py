@@ -199,12 +199,11 @@ def _small(bench: Bench, actor: Actor) -> Metric:
     rounds: list[tuple[float, float]] = []
     total = bench.warm_ups + 3 * bench.repeat
     for turn in range(total):
-        bench.progress(turn, total, "1 KB of another host, bare calls")
-        bare = actor.call("other_hosts.bare", count=_CALLS, nbytes=_SMALL)
+        bench.progress(turn, total, "1 KB of another host and bare calls, in turns")
         got = actor.call("far.get_small", store=_NAME, count=_CALLS)
         bench.check(got, "1 KB of another host")
         if turn >= bench.warm_ups:
-            rounds.append((statistics.median(got["times"]), statistics.median(bare)))
+            rounds.append((statistics.median(got["gets"]), statistics.median(got["calls"])))
     gets, calls = ([times[at] * 1e6 for times in rounds] for at in range(2))
     metric = Metric("get 1 KB from another host's volume", "networks", "µs", gets)
     metric.against("bare endpoint call", calls, 1.3, at_most=True)

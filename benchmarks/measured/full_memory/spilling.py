@@ -98,6 +98,13 @@ class MoreThanMemory:
         self._run(over_and_over())
         return {"wrong": wrong}
 
+    def raw_round(self, seconds: float) -> dict[str, Any]:
+        """Write the same bytes to the raw disk and read them, until the time is over."""
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            self._raw()
+        return {"wrong": []}
+
     async def _through(self, wrong: list[str], **options: Any) -> tuple[float, float]:
         """Put all values, and get them back in place; returns the seconds of both."""
         into = [torch.empty_like(self._values[0]) for _ in range(_AT_ONCE)]

@@ -35,6 +35,8 @@ _TIMEOUT = timedelta(seconds=60)
 _EVERYTHING = 1 << 16, (1 << 48) - (1 << 17)
 # Of the transfers of NIXL that are not one: how many bytes, and how many are under way.
 _PART, _PARTS = 64 << 20, 2
+# How long the other end of NIXL rests while it is not needed.
+_REST_S = 0.01
 
 WHOLE, EACH = "one message of all bytes", f"a message for each tensor, {WINDOW} under way"
 ONE, PARTS = "one transfer of all tensors", f"transfers of {_PART >> 20} MiB, {_PARTS} under way"
@@ -254,22 +256,23 @@ def serve(library: str, folder: str, sizes: Sequence[int]) -> None:
     agent = Agent("there").agent
     Path(folder, "metadata").write_bytes(agent.get_agent_metadata())
     print(whole.data_ptr(), file=said)
+    # Not buffered: what has arrived and was not read must show in the descriptor.
+    commands = os.fdopen(os.dup(0), "rb", buffering=0)
     both = True  # until they are connected
-    while line := sys.stdin.readline():
+    while line := commands.readline():
         # Over TCP a transfer needs both ends; this one does nothing else until it is done. Without
-        # it UCX copies in the call of the other end, which this one would only take time from.
-        while both and line.strip() != "done" and not _readable():
-            for _ in range(100):
+        # it UCX copies in the call of the other end, which this one would only take time from. It
+        # looks now and then all the same: a connection that is not complete needs both ends, too.
+        moving = line.strip() != b"done"
+        busy = both and moving
+        while not select.select([commands], [], [], 0 if busy else _REST_S)[0]:
+            for _ in range(100 if busy else 1):
                 agent.get_new_notifs()
-        both = _needs_both() or (both and line.strip() != "done")
+        both = _needs_both() or (both and moving)
 
 
 def _needs_both() -> bool:
     return "tcp" in os.environ.get("UCX_TLS", "")
-
-
-def _readable() -> bool:
-    return bool(select.select([sys.stdin], [], [], 0)[0])
 
 
 if __name__ == "__main__":

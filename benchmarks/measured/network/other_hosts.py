@@ -4,7 +4,7 @@ the same rounds, and small values beside bare calls of the engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,10 +22,14 @@ class FarVolumes:
 
     Args:
         run: runs a coroutine on the process's event loop.
+        bare: calls an endpoint on another host with some bytes.
     """
 
-    def __init__(self, run: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, run: Callable[[Any], Any], bare: Callable[[bytes], Awaitable[object]]
+    ) -> None:
         self._run = run
+        self._bare = bare
         self._source: dict[str, torch.Tensor] = {}
         self._target: dict[str, torch.Tensor] = {}
 
@@ -68,18 +72,23 @@ class FarVolumes:
         return {"volume": self._run(ts.stat(_SMALL, store_name=store)).volume}
 
     def get_small(self, store: str, count: int) -> dict[str, Any]:
-        """Seconds of each of ``count`` gets of that value, one by one; the last is compared."""
+        """Seconds of each of ``count`` gets of that value, and of as many bare calls with as many
+        bytes; the two take turns, so that both meet the same load. The last value is compared.
+        """
+        data = bytes(self._source[_SMALL].nbytes)
 
-        async def gets() -> tuple[list[float], torch.Tensor]:
-            times: list[float] = []
+        async def take_turns() -> tuple[list[float], list[float], torch.Tensor]:
+            gets: list[float] = []
+            calls: list[float] = []
             for _ in range(count):
+                calls.append((await timed(self._bare(data)))[0])
                 seconds, got = await timed(ts.get(_SMALL, store_name=store))
-                times.append(seconds)
-            return times, got
+                gets.append(seconds)
+            return gets, calls, got
 
-        times, got = self._run(gets())
+        gets, calls, got = self._run(take_turns())
         same = torch.equal(got, self._source[_SMALL])
-        return {"times": times, "wrong": [] if same else [_SMALL]}
+        return {"gets": gets, "calls": calls, "wrong": [] if same else [_SMALL]}
 
     def close(self, stores: Sequence[str]) -> None:
         """Drop the sets and leave the stores."""

@@ -502,11 +502,11 @@ async def test_a_dead_and_a_silent_server():
         assert "TORCHSTORE_ADDRESS" in error["message"]
         # Its socket is still there, but it is not one of the stores that run.
         assert "no store of yours" in (await fails("store-closed", "status"))["message"]
-    with serving("--name", "silent") as (silent, ready):
-        silent.send_signal(signal.SIGSTOP)
+    with serving("--name", "silent") as (_, ready):
+        os.kill(ready["pid"], signal.SIGSTOP)
         where = ("--address", ready["address"], "--timeout", "0.3")
         assert "0.3 s" in (await fails("timeout", "status", *where))["message"]
-        silent.send_signal(signal.SIGCONT)
+        os.kill(ready["pid"], signal.SIGCONT)
         assert (await torchstore("status", *where[:2])).status == 0
 
 
@@ -534,7 +534,6 @@ async def test_wrong_usage():
 async def test_serve(runtime_directory: Path):
     options = ("--capacity", "64MiB", "--volumes", "2", "--strategy", "host", "--name", "mine")
     with serving(*options) as (process, ready):
-        assert ready["pid"] == process.pid
         assert (ready["store_name"], ready["num_storage_volumes"]) == ("mine", 2)
         assert (ready["capacity_bytes"], ready["strategy"]) == (64 * MB, "host")
         client = await ts.connect(ready["address"])
@@ -542,10 +541,12 @@ async def test_serve(runtime_directory: Path):
         await client.put("w", value)
         assert torch.equal(await client.get("w"), value)
         status = (await torchstore("status", "--json")).json
-        assert (status["store_name"], status["controller_pid"]) == ("mine", process.pid)
+        assert (status["store_name"], status["controller_pid"]) == ("mine", ready["pid"])
+        assert status["keeper_pid"] == process.pid
         assert [v["capacity_bytes"] for v in status["volumes"]] == [32 * MB, 32 * MB]
         assert await _listed() == ["w"]
-        assert not any("libtorch" in path for path in _mapped(process.pid))
+        for pid in (process.pid, ready["pid"]):
+            assert not any("libtorch" in path for path in _mapped(pid))
         process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, 5) == 0
         with pytest.raises(StoreClosedError):

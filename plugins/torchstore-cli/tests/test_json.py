@@ -134,7 +134,8 @@ async def test_status_and_stat_are_printed_readably(shared: ts.Client) -> None:
     assert lines[2] == (
         "volume torchstore-0: 256 KiB of 256 MiB used, 0 B leased, 0 B being written"
     )
-    assert lines[3:] == [
+    assert re.fullmatch(rf"keeper pid {status.keeper_pid}, its log \S+ .?i?B", lines[3])
+    assert lines[4:] == [
         "1 unfinished version, 12 B",
         "  version 1 of 'half': not whole yet: done 1 of 9, writing 0, nothing from "
         "0, 2, 3, 4, 5 and 3 more",

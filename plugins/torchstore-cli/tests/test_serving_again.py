@@ -1,4 +1,4 @@
-"""``torchstore serve --keeper``: a server that is killed comes back, and clients go on."""
+"""``torchstore serve``: a server that is killed comes back, and clients go on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QUIET = {**os.environ, "TORCHSTORE_LOG_LEVEL": "ERROR"}
 @contextmanager
 def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], Any]]:
     """The command, and its ready line."""
-    command = [SCRIPT, "serve", "--keeper", "--json", "--capacity", "64MiB", "--prefault", "0"]
+    command = [SCRIPT, "serve", "--json", "--capacity", "64MiB", "--prefault", "0"]
     process = subprocess.Popen([*command, *arguments], env=QUIET, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -65,8 +65,7 @@ async def test_clients_go_on_when_the_server_is_killed(tmp_path: Path, directory
         ready,
     ):
         assert ready["address"] == f"unix:{directory}/control.sock"
-        keeper = parent_of(ready["pid"])
-        assert parent_of(keeper) == process.pid
+        assert parent_of(ready["pid"]) == process.pid
         client = await ts.connect(ready["address"], timeout=60)
         values = [torch.full((4 << 20,), float(at)) for at in range(6)]
         for at, value in enumerate(values):  # 96 MB
@@ -81,21 +80,19 @@ async def test_clients_go_on_when_the_server_is_killed(tmp_path: Path, directory
             assert torch.equal(mapped, values[5])
             pids.add((await client.status()).controller_pid)
         assert len(pids) == 3
-        assert parent_of((await client.status()).controller_pid) == keeper
+        assert (await client.status()).keeper_pid == process.pid
         process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, 10) == 0
-        assert not any(map(is_there, (*pids, keeper)))
+        assert not any(map(is_there, pids))
         await ts.shutdown()
     assert [path.name for path in directory.iterdir()] == ["other"]
 
 
 async def test_all_end_with_the_command() -> None:
     with serving() as (process, ready):
-        keeper = parent_of(ready["pid"])
         client = await ts.connect(ready["address"], timeout=10)
         process.kill()
-        await until(lambda: not is_there(ready["pid"]) and not is_there(keeper), 20)
-        assert not Path(ready["address"].removeprefix("unix:")).parent.exists()
+        await until(lambda: not is_there(ready["pid"]), 20)
         with pytest.raises(ts.StoreClosedError):
             await client.put("k", 1)
         await ts.shutdown()
@@ -107,7 +104,7 @@ async def test_all_end_with_the_command() -> None:
 )
 def test_why_it_cannot_start(arguments: tuple[str, ...], code: str) -> None:
     done = subprocess.run(
-        [SCRIPT, "serve", "--keeper", "--json", *arguments],
+        [SCRIPT, "serve", "--json", *arguments],
         env=QUIET,
         capture_output=True,
         text=True,
@@ -120,10 +117,9 @@ def test_why_it_cannot_start(arguments: tuple[str, ...], code: str) -> None:
 
 @pytest.mark.soak
 async def test_a_server_that_dies_again_and_again_is_given_up(directory: Path) -> None:
-    with serving("--directory", str(directory)) as (process, ready):
-        keeper = parent_of(ready["pid"])
+    with serving("--directory", str(directory)) as (process, _):
         while process.poll() is None:
-            for pid in _children(keeper):
+            for pid in _children(process.pid):
                 with contextlib.suppress(ProcessLookupError):  # it ends while this looks
                     os.kill(pid, signal.SIGKILL)
             await asyncio.sleep(0.005)

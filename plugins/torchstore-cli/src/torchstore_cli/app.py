@@ -304,9 +304,9 @@ def bench(settings: _Settings, size: int, transports: bool, save: bool) -> None:
     "Default: TORCHSTORE_REPAIR_BANDWIDTH, else 256MiB.",
 )
 @click.option(
-    "--keeper",
-    is_flag=True,
-    help="If the server dies, start it again with all that it had; clients go on.",
+    "--keeper/--no-keeper",
+    default=True,
+    help="If the server dies, start it again with all that it had; clients go on. The default.",
 )
 @_json
 @click.pass_obj

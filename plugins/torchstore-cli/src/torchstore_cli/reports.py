@@ -76,6 +76,7 @@ class StatusReport(msgspec.Struct, frozen=True):
     spill: m.SpillStatus
     repair: m.RepairStatus
     log_bytes: int
+    keeper_pid: int
 
 
 class RefsReport(msgspec.Struct, frozen=True):

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
-import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
-from pathlib import Path
 
 import msgspec
 
 from torchstore_cli import reports
 from torchstore_cli.connection import given_address, open_store
+from torchstore_cli.doctor.limits import limit_notes, memory_notes, read_limits
 from torchstore_cli.doctor.links import LARGE, host_report, link_report, ranking_to
 from torchstore_cli.doctor.plugin_check import Outcome, check_plugins
 from torchstore_cli.doctor.spilling import spill_notes
@@ -38,9 +36,6 @@ from torchstore_core.wire import messages as m
 
 __all__ = ["examine"]
 
-_LOW_OPEN_FILES = 1024
-_LOW_MEMLOCK = 1 << 30
-_LOW_MAPPINGS = 65530  # Linux's default
 _PACKAGES = ("torchstore-core", "torchstore-transports", "torchstore-strategies", "torch")
 
 
@@ -69,14 +64,16 @@ async def examine(address: str | None, timeout: float) -> reports.DoctorReport:
     outcomes = await check_plugins(names, policy.block)
     fatal = [name for (_, name), outcome in outcomes.items() if outcome.ends_process]
     registry = Registry(block=(*policy.block, *fatal))
-    limits = _limits()
+    limits, left = read_limits(), topology.memory_left_bytes()
     link = _link_to_this_host(here, registry, policy, outcomes, found)
     found.check("the default strategy", lambda: registry.strategy(ServerOptions().strategy))
     found.check("the local runtime", lambda: registry.runtime("local"))
     found.check("the runtime directory", runtime_directory)
     found.check("shared memory", _share_memory)
     _check_environment(policy, installed, found)
-    _check_limits(limits, here, found)
+    _check_platform(found)
+    cuda = bool(here.cuda_devices)
+    found.notes += limit_notes(limits, left, default_capacity(), has_cuda=cuda)
     plugins = [*_plugins(installed, policy, outcomes)]
     for p in plugins:
         if p.name in fatal and p.state == "error":
@@ -175,7 +172,11 @@ async def _store(
     try:
         async with open_store(server.address, timeout) as store:
             welcome = store.welcome
-            found.notes += spill_notes((await store.call(m.StatusReply, m.Status)).status)
+            status = (await store.call(m.StatusReply, m.Status)).status
+            found.notes += memory_notes(
+                status, topology.probe().host_id, topology.memory_left_bytes()
+            )
+            found.notes += spill_notes(status)
             for info in welcome.volumes:
                 if info.lost:
                     continue
@@ -236,25 +237,7 @@ def _share_memory() -> None:
             os.close(other)
 
 
-def _limits() -> reports.Limits:
-    memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        mappings: int | None = int(Path("/proc/sys/vm/max_map_count").read_text())
-    except (OSError, ValueError):
-        mappings = None
-    try:
-        dev_shm: int | None = shutil.disk_usage("/dev/shm").total  # noqa: S108 - only looked at
-    except OSError:
-        dev_shm = None
-    return reports.Limits(_finite(memlock), _finite(soft), _finite(hard), mappings, dev_shm)
-
-
-def _finite(limit: int) -> int | None:
-    return None if limit == resource.RLIM_INFINITY else limit
-
-
-def _check_limits(limits: reports.Limits, here: topology.Topology, found: _Findings) -> None:
+def _check_platform(found: _Findings) -> None:
     if not hasattr(os, "memfd_create"):
         found.notes.append(
             f"no memfd on this platform: segments are unlinked files in {tempfile.gettempdir()}, "
@@ -264,29 +247,6 @@ def _check_limits(limits: reports.Limits, here: topology.Topology, found: _Findi
         found.notes.append(
             "the compiled copy module is missing (it was built without a C compiler): large "
             "copies go through the cache and are slower"
-        )
-    if limits.open_files is not None and limits.open_files < _LOW_OPEN_FILES:
-        found.notes.append(
-            f"only {limits.open_files} open files: a server needs one for each connection and "
-            f"segment; raise it with `ulimit -n` (at most {limits.open_files_hard})"
-        )
-    if limits.max_mappings is not None and limits.max_mappings < _LOW_MAPPINGS:
-        found.notes.append(
-            f"only {limits.max_mappings} memory mappings for each process: one that has used them "
-            "up gets copies instead of zero-copy tensors; raise it with "
-            f"`sysctl vm.max_map_count={_LOW_MAPPINGS}`"
-        )
-    left, capacity = topology.memory_left_bytes(), default_capacity()
-    if left is not None and left < capacity:
-        found.notes.append(
-            f"only {left:,} bytes of memory are left on this host, or in a cgroup of this process: "
-            f"a store of the default capacity ({capacity:,} bytes) refuses puts before it is full"
-        )
-    memlock = limits.memlock_bytes
-    if here.cuda_devices and memlock is not None and memlock < _LOW_MEMLOCK:
-        found.notes.append(
-            f"memlock is {memlock} bytes: page-locking segments for CUDA may fail, and transfers "
-            "are slower then; raise it with `ulimit -l unlimited`"
         )
 
 

@@ -26,5 +26,11 @@ def spill_notes(status: m.StatusReport) -> Iterator[str]:
             f"({human_bytes(memory)}): puts will soon be refused; use a larger disk, or a larger "
             "spill_capacity"
         )
+    elif spill.disk_bytes + spill.left_bytes < memory:
+        yield (
+            f"{name}, where others have filled the disk: it takes {human_bytes(spill.left_bytes)} "
+            f"more, and the store's memory has {human_bytes(memory)}: puts will be refused; free "
+            "space there"
+        )
     if spill.trouble:
         yield f"{name}, and could not write there: {spill.trouble}"
