@@ -104,6 +104,7 @@ async def test_others_are_answered_while_nobody_reads_a_long_reply() -> None:
         with Raw(client.address) as stuck:
             stuck.greet()
             stuck.send(encode(m.Keys(2, "")))
+            await until(_has_listed)
             for number in range(20):
                 await ts.put("mine", number)
                 assert await ts.get("mine") == number
@@ -114,6 +115,10 @@ async def test_others_are_answered_while_nobody_reads_a_long_reply() -> None:
             pages = [reply for reply in replies if isinstance(reply, m.KeyList)]
             assert joined(pages).keys == keys  # of the moment when it was asked for
             assert [reply for reply in replies if reply not in pages] == [m.Flags(3, [True])]
+
+
+async def _has_listed() -> bool:
+    return (await ts.status()).operations.get("Keys", 0) > 0
 
 
 @pytest.fixture
