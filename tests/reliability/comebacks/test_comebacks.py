@@ -277,7 +277,9 @@ async def test_it_ends_with_its_owner_and_leaves_nothing(tmp_path: Path) -> None
         assert not directory_of(address).exists()
 
 
-async def test_keeper_and_server_killed_together_is_a_typed_error() -> None:
+@pytest.mark.parametrize("both", [True, False], ids=["both", "the keeper alone"])
+async def test_the_end_of_a_keeper_is_a_typed_error(both: bool) -> None:
+    """The server ends with it."""
     async with running_store(timeout=30) as store:
         await ts.put("k", torch.zeros(MB))
         mapped = await ts.get("k")
@@ -285,8 +287,9 @@ async def test_keeper_and_server_killed_together_is_a_typed_error() -> None:
         keeper = keeper_of(pid)
         waiting = asyncio.ensure_future(ts.wait("never"))
         await asyncio.sleep(0)
-        os.kill(keeper, signal.SIGSTOP)
-        kill(pid)
+        if both:
+            os.kill(keeper, signal.SIGSTOP)
+            kill(pid)
         kill(keeper)
         says = r"'torchstore' .*is gone, and so is its keeper.*what it had is lost.*`await"
         with pytest.raises(ts.StoreClosedError, match=says):
@@ -294,6 +297,7 @@ async def test_keeper_and_server_killed_together_is_a_typed_error() -> None:
         with pytest.raises(ts.StoreClosedError, match=says):
             await waiting
         assert mapped.sum() == 0
+        await until(lambda: not is_running(pid))
         directory = directory_of(store.address)
     assert not directory.exists()
 
