@@ -236,6 +236,16 @@ def _believes_what_another_life_was_told(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Returning, "resume", credulous)
 
 
+def _takes_a_part_for_all(patch: pytest.MonkeyPatch) -> None:
+    """What a client has is what the first message says that it tells it in."""
+    resume = Returning.resume
+
+    def hasty(self: Returning, session: SessionRecord, said: m.Resume) -> None:
+        resume(self, session, msgspec.structs.replace(said, last=True))
+
+    patch.setattr(Returning, "resume", hasty)
+
+
 def _hears_twice(patch: pytest.MonkeyPatch) -> None:
     """What was recorded and not yet taken out of the kernel's buffer takes effect twice."""
     patch.setattr(Returning, "was_recorded", lambda self, session, body: False)
@@ -267,6 +277,7 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "forgets the puts of its sessions when it comes back": _forgets_puts_when_it_comes_back,
     "does twice what it had not answered when it was killed": _does_twice_what_was_not_answered,
     "believes what its life before was told": _believes_what_another_life_was_told,
+    "takes a part of what a client has for all of it": _takes_a_part_for_all,
     "hears twice what it had recorded when it was killed": _hears_twice,
     "forgets what was recorded while its log was written anew": _forgets_what_was_written_meanwhile,
 }

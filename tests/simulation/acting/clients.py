@@ -18,6 +18,7 @@ from tests.simulation.plans import Operation
 from tests.simulation.promises.histories import Call
 from tests.simulation.promises.violations import Violation
 
+from torchstore_core.clients.session.batches import resumes
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.wire import messages as m
 
@@ -333,8 +334,9 @@ class Client:
     def _resume(self, welcome: m.Welcome) -> None:
         channels = [one for one in self.lanes[1:] if isinstance(one, Lasting)]
         asks = [number for channel in channels for number in channel.unanswered()]
-        what = list(self.unfinished), list(self.leases.items()), asks
-        self.lanes[0].send(m.Resume(2, welcome.life, *what))
+        unfinished, leases = list(self.unfinished), list(self.leases.items())
+        for told in resumes(welcome.life, unfinished, leases, asks, most=2):
+            self.lanes[0].send(told)
 
     def _adopt(self, connection: Connection) -> None:
         """A channel has a connection to the server of now."""

@@ -61,7 +61,7 @@ async def test_what_a_client_may_ask_again_is_known_as_long_as_it_lives(log, rec
     for number in (5, 6, 7):
         before.put(session, put(number))
     controller, returning, session = await come_back(log, records, session.token)
-    returning.resume(session, m.Resume(2, LIFE, [], [], [6]))
+    returning.resume(session, m.Resume(LIFE, [], [], [6], last=True))
     await asyncio.sleep(0)  # nothing is left to be called later that forgets it
     assert returning.again(session, put(6)) == ([2], None)
     assert returning.again(session, put(6)) == ([2], None)
@@ -76,15 +76,34 @@ async def test_what_an_earlier_life_was_told_gives_up_nothing(log, records) -> N
     item = m.PutItem("k", META, 4096)
     before.put(session, m.Put(5, 5, [item]))
     _, returning, session = await come_back(log, records, session.token)
-    returning.resume(session, m.Resume(2, LIFE - 1, [], [], []))
+    returning.resume(session, m.Resume(LIFE - 1, [], [], [], last=True))
     assert session.txns.keys() == {5}
     let_in: list[bool] = []
     assert returning.hold_back(session.token, lambda: let_in.append(True))
-    returning.resume(session, m.Resume(2, LIFE, [5], [], []))
+    returning.resume(session, m.Resume(LIFE, [5], [], [], last=True))
     assert session.txns.keys() == {5}
     assert let_in == [True]
-    returning.resume(session, m.Resume(2, LIFE, [], [], []))  # it has answered already
+    returning.resume(session, m.Resume(LIFE, [], [], [], last=True))  # it has answered already
     assert session.txns.keys() == {5}
+
+
+async def test_a_client_with_much_tells_it_in_parts(log, records) -> None:
+    """Nothing is given up before the last one, nor because of what a lost connection has told."""
+    before = life(log, records)
+    session = before.open_session(facts(), HERE)
+    items = [m.PutItem(f"k{n}", META, 64) for n in range(3)]
+    before.put(session, m.Put(5, 5, items))
+    before.put(session, m.Put(6, 6, items))
+    _, returning, session = await come_back(log, records, session.token)
+    returning.resume(session, m.Resume(LIFE, [5], [], []))
+    assert session.txns.keys() == {5, 6}
+    returning.take(session.token)
+    returning.resume(session, m.Resume(LIFE, [], [], [6]))
+    returning.resume(session, m.Resume(LIFE, [6], [], []))
+    assert session.txns.keys() == {5, 6}
+    returning.resume(session, m.Resume(LIFE, [], [], [], last=True))
+    assert session.txns.keys() == {6}
+    assert returning.again(session, put(6)) is not None
 
 
 async def test_what_was_recorded_last_is_not_done_again(log, records) -> None:

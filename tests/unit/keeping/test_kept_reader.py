@@ -10,8 +10,7 @@ from tests.support import until
 
 from torchstore_core.server.serving.kept_reader import KeptReader
 from torchstore_core.wire.framing import HEADER
-
-LIMIT = 1 << 20
+from torchstore_core.wire.messages import MAX_LIVENESS_FRAME
 
 
 class Killed(SystemExit):
@@ -32,7 +31,7 @@ def send(sock: socket.socket, *bodies: bytes) -> None:
 def left(sock: socket.socket) -> bytes:
     """What is still in the kernel's buffer."""
     try:
-        return sock.recv(LIMIT, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        return sock.recv(1 << 20, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
         return b""
 
@@ -49,7 +48,7 @@ async def test_a_message_stays_until_it_was_handled(pair) -> None:
         heard.append(body)
         return True
 
-    reader = KeptReader(ours, LIMIT, handle, lambda: None, lambda error: None)
+    reader = KeptReader(ours, handle, lambda: None, lambda error: None)
     send(theirs, b"first", b"second", b"third", b"fourth")
     reader.read()
     with pytest.raises(Killed):
@@ -67,7 +66,7 @@ async def test_one_that_cannot_be_handled_now_is_not_read(pair) -> None:
         heard.append(body)
         return len(heard) < 2  # as if the client did not read its replies
 
-    reader = KeptReader(ours, LIMIT, handle, lambda: None, lambda error: None)
+    reader = KeptReader(ours, handle, lambda: None, lambda error: None)
     send(theirs, b"first", b"second", b"third")
     reader.read()
     reader._readable()
@@ -79,7 +78,7 @@ async def test_one_that_cannot_be_handled_now_is_not_read(pair) -> None:
 
 async def test_what_is_left_when_writing_has_failed_is_read_one_by_one(pair) -> None:
     ours, theirs = pair
-    reader = KeptReader(ours, LIMIT, lambda body: True, lambda: None, lambda error: None)
+    reader = KeptReader(ours, lambda body: True, lambda: None, lambda error: None)
     send(theirs, b"first", b"second", b"third")
     theirs.sendall(b"\xff\x00\x00\x00half")
     theirs.close()
@@ -95,3 +94,17 @@ async def test_what_is_left_when_writing_has_failed_is_read_one_by_one(pair) -> 
     reader.read_rest(hear)  # the next life
     assert heard == [b"first", b"second", b"second", b"third"]
     reader.close()
+
+
+async def test_what_would_never_fit_into_the_buffer_is_refused_at_once(pair) -> None:
+    ours, theirs = pair
+    refused: list[str] = []
+    reader = KeptReader(
+        ours, lambda body: True, lambda: None, lambda error: refused.append(error.message)
+    )
+    send(theirs, b"x" * MAX_LIVENESS_FRAME)
+    theirs.sendall((MAX_LIVENESS_FRAME + 1).to_bytes(HEADER, "little"))
+    reader.read()
+    await until(lambda: refused)
+    assert refused == ["frame of 65537 bytes is over the limit of 65536 of a liveness connection"]
+    assert len(left(ours)) == HEADER

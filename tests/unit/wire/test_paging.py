@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from msgspec import structs
 from tests.support import turn
 
-from torchstore_core.clients.session import reclaimer
+from torchstore_core.clients.session import batches
 from torchstore_core.errors import ProtocolError
 from torchstore_core.server.serving.sending import Sender
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
 from torchstore_core.wire import paging
-from torchstore_core.wire.framing import HEADER, decode_reply
+from torchstore_core.wire.framing import HEADER, decode_reply, encode
 
 MAX_PAGE = 600
 META = TensorMeta("uint8", (7, 5))
@@ -155,14 +155,27 @@ def test_pages_of_different_replies_are_refused(pages: list[m.Reply]) -> None:
 def test_what_is_given_back_fits_frames(
     whole: list[int], parts: list[tuple[int, list[int]]]
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reclaimer, "_MAX_RELEASED", 7)
-        releases = list(reclaimer._releases(whole, parts))
+    held = [*((lease, None) for lease in whole), *parts]
+    releases = list(batches.releases(held, most=7))
     assert [lease for one in releases for lease in one.leases] == whole
     given_back = [(lease, at) for one in releases for lease, some in one.parts for at in some]
     assert given_back == [(lease, at) for lease, some in parts for at in some]
     sizes = [len(one.leases) + sum(1 + len(at) for _, at in one.parts) for one in releases]
     assert all(0 < size <= 2 * 7 for size in sizes)
+
+
+def test_nothing_is_too_long_for_a_liveness_connection() -> None:
+    """Whatever the numbers are, and however many."""
+    large = (1 << 63) - 1
+    numbers = [large] * 5000
+    held: list[batches.Held] = [(large, None)] * 5000
+    held += [(large, numbers), *[(large, [large])] * 5000, (large, numbers[:2047])]
+    messages: list[m.Message] = [*batches.releases(held), *batches.aborts(numbers, [(0, "shm")])]
+    messages += batches.resumes(large, numbers, held, numbers)
+    messages += [m.Contain(some, "\U0001f511" * m.MAX_KEY, large) for some in batches.runs(numbers)]
+    lengths = [len(encode(one)) - HEADER for one in messages]
+    assert max(lengths) <= m.MAX_LIVENESS_FRAME
+    assert len(messages) < 60
 
 
 async def drained(sent: list[bytearray], count: int) -> list[m.Reply]:

@@ -61,13 +61,16 @@ from torchstore_core.wire.memory import Warm as Warm
 from torchstore_core.wire.memory import Warmed as Warmed
 from torchstore_core.wire.memory import WatchProcess as WatchProcess
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 
 #: Largest frame, in bytes. A longer reply is sent in pages (``wire.paging``); a longer request is
 #: not possible. 18,000 entries of a state dict take about 2 MB.
 MAX_FRAME = 64 << 20
 #: Largest frame, in bytes, before a Hello has been accepted.
 MAX_HELLO_FRAME = 64 << 10
+#: Largest frame, in bytes, on a liveness connection that outlives the server: it stays in the
+#: kernel's buffer until it is complete and was handled.
+MAX_LIVENESS_FRAME = 64 << 10
 #: Longest key, in characters.
 MAX_KEY = 4096
 #: Keys that begin with this belong to parts of the library. Only a prefix that begins with it, too,
@@ -112,18 +115,19 @@ class Hello(Message, frozen=True, tag="hello"):
 
 class Resume(Message, frozen=True, tag="resume"):
     """What the client of a session has that has come back: ids of unfinished puts, and leases, each
-    with the positions that it holds (None: all). The rest is given up. Reply :class:`Done`.
+    with the positions that it holds (None: all). The rest is given up. No reply. It is told in as
+    many messages as it takes, and counts with the ``last`` of them.
 
     ``life``: of the server that it answers. A later one, which only reads it because the one before
     has died, waits for the answer to its own question: what the client has begun since is not in
     this one. ``asks``: the numbers (``wire.repeating``) of requests that it may still send again.
     """
 
-    id: int
     life: int
     txns: list[int]
     leases: list[tuple[int, list[int] | None]]
     asks: list[int]
+    last: bool = False
 
 
 class PutItem(msgspec.Struct, frozen=True, array_like=True, gc=False):

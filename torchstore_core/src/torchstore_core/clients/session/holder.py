@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from torchstore_core.clients.session.batches import MOST_NUMBERS, runs
 from torchstore_core.clients.session.handshake import client_facts, socket_path
 from torchstore_core.errors import StoreClosedError
 from torchstore_core.machine import topology
@@ -32,8 +33,6 @@ _RETURN_S = 5.0
 _RECEIVE = 1 << 16
 # Holds that end one after the other are told to the server together, at most this much later.
 _TOGETHER_S = 0.01
-# The most holds in one Unhold, which so fits into the kernel's buffer.
-_MOST_IDS = 1 << 12
 
 
 class StorePlace(msgspec.Struct, frozen=True, array_like=True):
@@ -158,7 +157,8 @@ class Holder:
 
     def contain(self, tickets: list[int], ref: ObjectRef) -> None:
         """A version was put of which references are part that were lent to these tickets."""
-        self._outbox.append(m.Contain(tickets, ref.key, ref.version, ref.timeline))
+        for some in runs(tickets):
+            self._outbox.append(m.Contain(some, ref.key, ref.version, ref.timeline))
         self._send_now()
 
     def _send_now(self) -> None:
@@ -253,7 +253,7 @@ class Holder:
             one = self._outbox.popleft()
             if isinstance(one, int):
                 ended.append(one)
-                if len(ended) < _MOST_IDS:
+                if len(ended) < MOST_NUMBERS:
                     continue
             if ended:
                 self._unsent += encode(m.Unhold(ended))

@@ -16,11 +16,12 @@ import threading
 import weakref
 from asyncio import Future
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import msgspec
 
+from torchstore_core.clients.session.batches import Held, aborts, releases
 from torchstore_core.clients.session.holder import Holder, StorePlace
 from torchstore_core.errors import ProtocolError
 from torchstore_core.wire import framing
@@ -31,11 +32,6 @@ __all__ = ["Reclaimer"]
 
 log = logging.getLogger(__name__)
 
-# The most leases and positions in one Release. Each takes at most 9 bytes, so that even twice as
-# many would fit into a frame.
-_MAX_RELEASED = 1 << 20
-
-Held = tuple[int, list[int] | None]  # a lease, and the positions of its entries (None: all of them)
 Waiting = weakref.ref[Future[m.Message]]
 
 
@@ -279,17 +275,14 @@ class Reclaimer:
         return True
 
     def _send_all(self) -> None:
-        whole: list[int] = []
-        parts: list[tuple[int, list[int]]] = []
+        released: list[Held] = []
         while self._to_release:
             ident, (lease, positions) = self._to_release.popleft()
             if ident and any(ident in guard.idents for guard in self._guards):
                 self._deferred.append((ident, (lease, positions)))
-            elif positions is None:
-                whole.append(lease)
             else:
-                parts.append((lease, positions))
-        for release in _releases(whole, parts):
+                released.append((lease, positions))
+        for release in releases(released):
             self.holder.write(encode(release))
         while self._messages:
             self.holder.write(encode(self._messages.popleft()))
@@ -299,8 +292,8 @@ class Reclaimer:
             txn, writes = self._to_abort.popleft()
             aborted.append(txn)
             unsettled.update(writes)
-        if aborted:
-            self.holder.write(encode(m.Abort(aborted, list(unsettled))))
+        for abort in aborts(aborted, unsettled):
+            self.holder.write(encode(abort))
 
     # ---- fork -----------------------------------------------------------------------------
 
@@ -338,24 +331,6 @@ class Reclaimer:
         elif not lost:
             self._connection.close()
         self.holder.after_fork_in_child()
-
-
-def _releases(whole: list[int], parts: list[tuple[int, list[int]]]) -> Iterator[m.Release]:
-    """The messages that release these leases; each of them fits into a frame."""
-    for start in range(0, len(whole), _MAX_RELEASED):
-        yield m.Release(whole[start : start + _MAX_RELEASED])
-    some: list[tuple[int, list[int]]] = []
-    count = 0
-    for lease, positions in parts:
-        for start in range(0, len(positions), _MAX_RELEASED):
-            run = positions[start : start + _MAX_RELEASED]
-            some.append((lease, run))
-            count += 1 + len(run)
-            if count >= _MAX_RELEASED:
-                yield m.Release([], some)
-                some, count = [], 0
-    if some:
-        yield m.Release([], some)
 
 
 def _cancel(waiting: list[Waiting]) -> None:

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection
 
+from torchstore_core.clients.session.batches import resumes
 from torchstore_core.clients.session.channel import Channel
 from torchstore_core.clients.session.handshake import (
     HANDSHAKE_S,
@@ -86,7 +87,7 @@ class Session:
             gone = "is gone, and so is its keeper, which would start it again: what it had is lost"
         else:
             gone = "is gone, and what it had is lost"
-        #: What to say of the server when that is so.
+        #: What an error says of the server once it is lost.
         self.gone = gone
         self._gone_message = (
             f"the server of store {welcome.store_name!r} (pid {welcome.server.pid}, "
@@ -396,8 +397,8 @@ class Session:
         in_use: list[tuple[int, list[int] | None]] = [(x, None) for x in self.leases_in_use.copy()]
         asks = [number for channel in self._open_channels() for number in channel.unanswered()]
         unfinished = list(self._unfinished.copy())
-        resume = m.Resume(2, self.welcome.life, unfinished, leases() + in_use, asks)
-        return [resume, m.Keep()] if self._keeps_memory else [resume]
+        told = resumes(self.welcome.life, unfinished, leases() + in_use, asks)
+        return [*told, m.Keep()] if self._keeps_memory else [*told]
 
     def _renew(self, welcome: m.Welcome) -> None:
         self.welcome = welcome

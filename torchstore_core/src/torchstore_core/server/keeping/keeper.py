@@ -35,10 +35,10 @@ __all__ = ["Keeper"]
 
 log = logging.getLogger(__name__)
 
-# How often a server may die before clients can connect, and in how many seconds once more, before
-# it is given up. A death after that counts less, so little that a server that is killed again
-# whenever it has come up, which takes it some hundredths of a second, is never given up: all that
-# it has would be lost.
+# A server is given up when it has died so often before clients could connect; each half a second
+# allows one death more. A death after clients could connect counts for so little that a server that
+# comes up within some hundredths of a second is never given up, even if it is killed each time: all
+# that it has would be lost.
 _MOST_DEATHS = 30.0
 _SECONDS_A_DEATH = 0.5
 _DEATH_WHEN_READY = 1 / 32
@@ -148,7 +148,7 @@ class Keeper:
         status = 1
         try:
             os.setsid()  # Ctrl-C is for the keeper, which then stops the server
-            # Nobody is to be told anything any more that no later life would know of.
+            # Without the keeper, nobody would end this server or start it again.
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             null = os.open(os.devnull, os.O_RDWR)
             for stream in (0, 1):

@@ -230,11 +230,12 @@ class RecordedController(Controller):
         if session.token in self.sessions:
             self.log.append(_CLOSE, session.serial, b"")
             self._silently(super().close_session, session)
-            self._forget(session.token)
+            self._forget(session)
 
-    def _forget(self, token: bytes) -> None:
-        del self.opened[token]
-        self.results.pop(token, None)
+    def _forget(self, session: SessionRecord) -> None:
+        del self.opened[session.token]
+        self.results.pop(session.token, None)
+        self.last_sent.pop(session.serial, None)
 
     def end_session(self, session: SessionRecord) -> None:
         if self._silent:
@@ -411,7 +412,7 @@ class RecordedController(Controller):
         session = self._known.pop(record.session, None)
         if session is not None:
             Controller.close_session(self, session)
-            self._forget(session.token)
+            self._forget(session)
 
     def _end_again(self, record: Record) -> None:
         if (session := self._known.get(record.session)) is not None:

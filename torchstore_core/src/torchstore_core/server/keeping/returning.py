@@ -47,6 +47,7 @@ class Returning:
         self._connected: dict[int, SessionRecord] = {}
         # Channels whose session has not come back yet, by its token.
         self._waiting: dict[bytes, list[Callable[[], None]]] = {}
+        self._told: dict[bytes, list[m.Resume]] = {}  # by those that have not told all yet
 
     def begin(self, connected: Collection[int]) -> None:
         """Wait for all of them. On the running event loop.
@@ -108,19 +109,29 @@ class Returning:
         """
         if token not in self._waiting:
             raise StoreClosedError("this session has ended; connect again")
+        self._told.pop(token, None)  # on a connection that was lost meanwhile
         watch = self._watches.pop(token, None)
         if watch is not None:
             watch.close()
         return self._controller.join_session(token)
 
     def resume(self, session: SessionRecord, resume: m.Resume) -> None:
-        """The client has said what it has: give the rest up, and let its channels in."""
+        """The client says what it has. When it has said all: give the rest up, and let its channels
+        in.
+        """
         controller = self._controller
         if resume.life != self._life or session.token not in self._waiting:
             return
-        txns = set(resume.txns)
+        told = self._told.setdefault(session.token, [])
+        told.append(resume)
+        if not resume.last:
+            return
+        txns = {txn for one in told for txn in one.txns}
         controller.abort(session, [txn for txn in session.txns if txn not in txns])
-        held = {lease: None if at is None else set(at) for lease, at in resume.leases}
+        held: dict[int, set[int] | None] = {}
+        for lease, at in [lease for one in told for lease in one.leases]:
+            known = held.setdefault(lease, set())
+            held[lease] = None if at is None or known is None else known.union(at)
         gone = [lease for lease in session.leases if lease not in held]
         parts: list[tuple[int, list[int]]] = []
         for lease, positions in held.items():
@@ -132,9 +143,9 @@ class Returning:
                 parts.append((lease, rest))
         if gone or parts:
             controller.release(session, gone, parts)
-        asks = set(resume.asks)
-        known = controller.results.pop(session.token, {})
-        if kept := {what: done for what, done in known.items() if what[1] in asks}:
+        asks = {number for one in told for number in one.asks}
+        results = controller.results.pop(session.token, {})
+        if kept := {what: done for what, done in results.items() if what[1] in asks}:
             controller.results[session.token] = kept
         self._no_longer(session.token)
 
@@ -142,6 +153,7 @@ class Returning:
         watch = self._watches.pop(token, None)
         if watch is not None:
             watch.close()
+        self._told.pop(token, None)
         for call in self._waiting.pop(token, ()):
             try:
                 call()
@@ -149,10 +161,10 @@ class Returning:
                 log.debug("a channel of a session that has ended: %s", error)
 
     def was_recorded(self, session: SessionRecord, body: bytes) -> bool:
-        """Whether the first message on a connection that has outlived the server was the last one
-        that the life before has recorded: then it was repeated already. (What says the same as the
-        message before it means no more than that. Of what has a reply, or ends something by its id,
-        it does not matter whether it is handled twice.)
+        """Whether the first message on a connection that has outlived the server is the last one
+        that the life before has recorded, and has therefore been repeated already. Only messages
+        without a reply are compared, and of these only such as would count twice. It does no harm
+        to ignore one that its client has sent twice, because the second changes nothing.
         """
         return self._controller.last_sent.pop(session.serial, b"") == body
 

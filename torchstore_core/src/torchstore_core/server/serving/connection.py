@@ -99,7 +99,7 @@ class Connection(ClientSocket):
         self._transport.pause_reading()
         sock = self._transport.get_extra_info("socket")
         what = self._heard, self._closed_by_client, self.unreadable
-        self._kept = KeptReader(sock, m.MAX_FRAME, *what)
+        self._kept = KeptReader(sock, *what)
         self._kept.read()
 
     def _heard(self, body: bytes) -> bool:

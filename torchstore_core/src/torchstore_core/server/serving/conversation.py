@@ -472,7 +472,6 @@ class Conversation:
                 return self._answer_again(request.request, session)
             case m.Resume():
                 self._server.resumed(session, request)
-                return m.Done(request.id)
             case m.TakeCopies():
                 controller.repairs.take(session, request, self.send)
             case m.Drain():

@@ -14,12 +14,11 @@ from collections.abc import Callable
 
 from torchstore_core.errors import ProtocolError
 from torchstore_core.wire.framing import HEADER
+from torchstore_core.wire.messages import MAX_LIVENESS_FRAME
 
 __all__ = ["KeptReader"]
 
-_PEEK = 256 << 10
-# Longer frames would not fit into the buffer of the kernel, and are read in pieces.
-_LONGEST = 64 << 10
+_PEEK = MAX_LIVENESS_FRAME + HEADER
 # How soon to look for the rest of a frame of which only the beginning has arrived.
 _REST_S = 0.001
 
@@ -29,7 +28,6 @@ class KeptReader:
 
     Args:
         sock: the connection; this uses a copy of its descriptor.
-        limit: the largest frame that is accepted, in bytes.
         handle: called with the body of each frame; returns whether it can take another one now.
         ended: called once, when the client has closed the connection.
         unreadable: called, also once, when it has sent what is no frame.
@@ -38,18 +36,15 @@ class KeptReader:
     def __init__(
         self,
         sock: socket.socket,
-        limit: int,
         handle: Callable[[bytes], bool],
         ended: Callable[[], None],
         unreadable: Callable[[ProtocolError], None],
     ) -> None:
         self._sock = sock.dup()
-        self._limit = limit
         self._handle = handle
         self._ended = ended
         self._unreadable = unreadable
         self._loop = asyncio.get_running_loop()
-        self._long = bytearray()  # of a frame that is longer than the kernel's buffer
         self._timer: asyncio.TimerHandle | None = None
         self._is_reading = self._is_closed = False
 
@@ -76,17 +71,12 @@ class KeptReader:
             self._sock.close()
 
     def _readable(self) -> None:
-        if self._long:
-            self._read_long()
-            return
-        data = self._receive(_PEEK, socket.MSG_PEEK)
+        data = self._receive()
         if data is None:
             return
         start = 0
         while len(data) - start >= HEADER and self._is_reading:
             size = int.from_bytes(data[start : start + HEADER], "little")
-            if size > min(self._limit, _LONGEST):
-                break
             end = start + HEADER + size
             if end > len(data):
                 break
@@ -115,10 +105,10 @@ class KeptReader:
         except OSError:  # there is nothing
             return
 
-    def _receive(self, most: int, flags: int = 0) -> bytes | None:
+    def _receive(self) -> bytes | None:
         """What has come; None if nothing has, or nothing ever will."""
         try:
-            data = self._sock.recv(most, flags | socket.MSG_DONTWAIT)
+            data = self._sock.recv(_PEEK, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return None
         except OSError:
@@ -132,28 +122,10 @@ class KeptReader:
     def _incomplete(self, data: bytes) -> None:
         """There is no complete frame."""
         size = int.from_bytes(data[:HEADER], "little") if len(data) >= HEADER else 0
-        if size > self._limit:
+        if size > MAX_LIVENESS_FRAME:
             self.close()
-            self._unreadable(ProtocolError(f"frame of {size} bytes is over the limit"))
-        elif size > _LONGEST:
-            self._read_long()
+            why = f"frame of {size} bytes is over the limit of {MAX_LIVENESS_FRAME} of a liveness"
+            self._unreadable(ProtocolError(f"{why} connection"))
         else:
             self.pause()
             self._timer = self._loop.call_later(_REST_S, self.read)
-
-    def _read_long(self) -> None:
-        data = self._receive(self._missing)
-        if data is None:
-            return
-        self._long += data
-        if not self._missing:
-            body, self._long = bytes(self._long[HEADER:]), bytearray()
-            if not self._handle(body):
-                self.pause()
-
-    @property
-    def _missing(self) -> int:
-        """How many bytes are missing of a long frame."""
-        if len(self._long) < HEADER:
-            return HEADER - len(self._long)
-        return HEADER + int.from_bytes(self._long[:HEADER], "little") - len(self._long)
