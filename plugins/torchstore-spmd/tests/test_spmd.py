@@ -331,8 +331,8 @@ def alone(rank: int, world: int = 2) -> ts.SPMDEnv:
 
 
 async def test_a_rank_that_does_not_come_is_named() -> None:
-    with pytest.raises(ts.StoreTimeoutError, match=r"ranks 1, 2 of 3 did not come.* 1 s") as caught:
-        await ts.initialize_spmd(env=alone(0, 3), **{**SMALL, "timeout": 1})
+    with pytest.raises(ts.StoreTimeoutError, match=r"ranks 1, 2 of 3 did not come.* 3 s") as caught:
+        await ts.initialize_spmd(env=alone(0, 3), **{**SMALL, "timeout": 3})
     assert caught.value.details["missing_ranks"] == [1, 2]
     with pytest.raises(ts.StoreClosedError):
         await ts.keys()

@@ -11,7 +11,7 @@ from tests.support import until
 
 import torchstore_core as ts
 
-ELEMENTS = 16 * MB  # int32: 64 MB
+ELEMENTS = 4 * MB  # int32: 16 MB
 SECONDS = 5.0
 # Far below what two slow cores do, far above what a stuck reader does.
 MIN_READS = 10

@@ -51,12 +51,12 @@ class TcpServer(TransportServer):
             raise TransportUnavailableError(
                 f"the client speaks version {client.version} of tcp, the volume {VERSION}"
             )
-        port = self._port or self._open(self._segments)
         try:
             addresses = addresses_for(client)
+            port = self._port or self._open(self._segments)
             endpoints, admission = port.let_in(peer, self._number, addresses)
         except (ConfigurationError, OSError) as error:
-            raise TransportError(f"the volume does not know where to listen: {error}") from error
+            raise TransportError(f"the volume cannot listen: {error}") from error
         welcome = Welcome(tuple(endpoints), *admission, self._encrypted, self._number)
         return msgspec.msgpack.encode(welcome)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Awaitable
 from typing import Any
 
@@ -20,6 +21,8 @@ from torchstore_core.server.remote.relay_server import RelayServer
 from torchstore_monarch.protocol import encoded_error, result
 
 __all__ = ["RelayUplink", "Uplinks"]
+
+log = logging.getLogger(__name__)
 
 
 class RelayUplink:
@@ -68,15 +71,20 @@ class RelayUplink:
             self._receiving.cancel()
 
     async def _receive(self, answers: Any) -> None:
-        while True:
-            number, failure, replies = await answers.recv()
-            waiting = self._waiting.pop(number)
-            if waiting.done():  # nobody waits any more
-                continue
-            try:
-                waiting.set_result(result((failure, replies)))
-            except Exception as error:  # noqa: BLE001 - passed to who waits
-                waiting.set_exception(error)
+        try:
+            while True:
+                number, failure, replies = await answers.recv()
+                waiting = self._waiting.pop(number)
+                if waiting.done():  # nobody waits any more
+                    continue
+                try:
+                    waiting.set_result(result((failure, replies)))
+                except Exception as error:  # noqa: BLE001 - passed to who waits
+                    waiting.set_exception(error)
+        except Exception as error:  # noqa: BLE001 - whatever the engine raises, it ends the relay
+            for waiting in self._waiting.values():
+                if not waiting.done():
+                    waiting.set_exception(error)
 
 
 class Uplinks:
@@ -114,8 +122,13 @@ class Uplinks:
         while True:
             token, number, requests = await self._requests.recv()
             back = self._back.get(token)
-            if back is not None:
-                back.send((number, *self._answer(token, requests)))
+            if back is None:
+                continue
+            answer = self._answer(token, requests)
+            try:
+                back.send((number, *answer))
+            except Exception as error:  # noqa: BLE001 - whatever the engine raises, others go on
+                log.warning("a relay cannot be answered: %s", error)
 
     def _answer(self, token: bytes, requests: bytes) -> tuple[bytes, bytes | None]:
         try:
