@@ -185,11 +185,11 @@ def grids(
     while last and (shape[last - 1] == 1 or to_steps[last - 1] == of_steps[last - 1] == run):
         last -= 1
         run *= shape[last]
-    outer = shape[: max(last - 1, 0)]
-    if run * itemsize < _ROW_MIN or prod(outer) > _MAX_GRIDS or _copy_rows is None:
-        return None
     if not last:
         return [(to, of, run * itemsize, 1, 0, 0)]
+    outer = shape[: last - 1]
+    if run * itemsize < _ROW_MIN or prod(outer) > _MAX_GRIDS or _copy_rows is None:
+        return None
     row = (
         run * itemsize,
         shape[last - 1],

@@ -106,9 +106,10 @@ def asks_of(want: ValueRequest) -> list[ValueRequest]:
             "either it or a tensor slice",
             key=want.key,
         )
+    key, version, incarnation, timeline = want.key, want.version, want.incarnation, want.timeline
     return [
-        msgspec.structs.replace(want, tensor=local.tensor, part=local.part)
-        for local in local_parts(want.key, want.tensor)
+        ValueRequest(key, version, local.tensor, local.part, incarnation, timeline)
+        for local in local_parts(key, tensor)
     ]
 
 

@@ -247,17 +247,17 @@ class GetBatch(Batch):
             if room is not None and not 0 <= grant.offset <= room - stored:
                 raise TransportError(f"{target.key!r} lies outside segment {self.segment}")
             self._memory.append(result.untyped_storage())
-            address = target.address(result)
+            address, offset = target.address(result), grant.offset
             if result.dtype is target.dtype and result.is_cpu:
-                if result.is_contiguous():
-                    start = contiguous_start(piece, itemsize)
-                    first = None if start is None else _first_if_run(piece.into, target.shape)
-                    if start is not None and first is not None:
-                        yield [(address + first * itemsize, start, nbytes)]
-                        continue
-                rows = _rows(piece, address, result.stride(), grant.offset, itemsize)
+                # Of two dimensions there is one grid at most: little to keep.
+                find = _rows if result.dim() <= 2 else _rows.__wrapped__
+                rows = find(piece.shape, piece.box, piece.into, result.stride(), itemsize)
                 if rows is not None:
-                    yield from rows
+                    for to, of, size, count, stride, step in rows:
+                        if count == 1:
+                            yield [(address + to, offset + of, size)]
+                        else:
+                            yield (address + to, offset + of, size, count, stride, step)
                     continue
             part = result if piece.into is None else narrow(result, piece.into)
             yield TensorMove(target.key, part, grant.offset, piece.shape, target.dtype, piece.box)
@@ -328,23 +328,26 @@ def contiguous_start(piece: TargetPiece, itemsize: int) -> int | None:
     return None if start is None else piece.grant.offset + start * itemsize
 
 
-def _rows(
-    piece: TargetPiece, address: int, steps: Sequence[int], offset: int, itemsize: int
-) -> list[Rows] | None:
-    """How to copy a piece row by row into its place in a result at ``address``. This computes with
-    plain numbers: a torch operation releases the GIL, and while copy threads are running it takes
-    long to reacquire it.
-    """
-    if piece.into is not None:
-        ahead = sum([o * step for o, step in zip(piece.into.offset, steps, strict=True)])
-        address += ahead * itemsize
-    start, stored_steps = _row_major(piece.shape, piece.box)
-    shape = piece.shape if piece.box is None else piece.box.shape
-    offset += start * itemsize
-    return copying.grids(shape, itemsize, address, steps, offset, stored_steps)
-
-
 @lru_cache(maxsize=4096)  # layers of a model repeat, and so do training steps
+def _rows(
+    shape: tuple[int, ...],
+    box: Box | None,
+    into: Box | None,
+    steps: tuple[int, ...],
+    itemsize: int,
+) -> Sequence[Rows] | None:
+    """How to copy ``box`` of a stored value of ``shape``, row by row, to ``into`` in a result with
+    these strides: addresses and offsets count from the first byte of both. Computed with plain
+    numbers: a torch operation releases the GIL, and while copy threads are running it takes long to
+    reacquire it.
+    """
+    first = 0 if into is None else sum([o * n for o, n in zip(into.offset, steps, strict=True)])
+    start, stored_steps = _row_major(shape, box)
+    extents = shape if box is None else box.shape
+    return copying.grids(extents, itemsize, first * itemsize, steps, start * itemsize, stored_steps)
+
+
+@lru_cache(maxsize=4096)
 def _row_major(shape: tuple[int, ...], box: Box | None) -> tuple[int, list[int]]:
     """Index of the first element of a box (None: everything) in a row-major tensor; its strides."""
     steps = [math.prod(shape[d + 1 :]) for d in range(len(shape))]

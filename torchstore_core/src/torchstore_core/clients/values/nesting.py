@@ -56,7 +56,7 @@ def flatten(key: str, state_dict: Any) -> list[Leaf]:
     known = _Known()
     direct = 0
     for name, value in state_dict.items():
-        if type(name) is str and type(value) in _TENSORS:  # the usual case, very often
+        if type(name) is str and type(value) in _LEAVES:  # the usual case, very often
             leaves.append(Leaf(name, b"", value))
             direct += 1
         else:
@@ -72,7 +72,7 @@ def flatten(key: str, state_dict: Any) -> list[Leaf]:
     return leaves
 
 
-_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_LEAVES = (torch.Tensor, torch.nn.Parameter, TensorShard)
 
 
 class _Known:

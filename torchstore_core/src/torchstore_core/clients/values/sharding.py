@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
 
 import torch
 
-from torchstore_core.clients.values.tensors import check_storage, plain_slice
+from torchstore_core.clients.values.tensors import check_storage, is_inside, plain_slice
 from torchstore_core.errors import LayoutMismatchError, UnsupportedValueError
 from torchstore_core.values import TensorSlice
 
@@ -230,12 +230,8 @@ def _checked(key: str, shard: TensorShard) -> LocalPart:
             "give both mesh_shape and coordinates, or neither",
             key=key,
         )
-    ends = zip(part.offsets, part.local_shape, part.global_shape, strict=False)
-    ndim = len(part.global_shape)
-    if (
-        tuple(shard.tensor.shape) != tuple(part.local_shape)
-        or not len(part.offsets) == len(part.local_shape) == ndim
-        or any(o < 0 or n < 0 or o + n > g for o, n, g in ends)
+    if shard.tensor.shape != part.local_shape or not is_inside(
+        part.offsets, part.local_shape, part.global_shape
     ):
         raise LayoutMismatchError(
             f"{key!r}: a tensor of {list(shard.tensor.shape)} is not the slice of "

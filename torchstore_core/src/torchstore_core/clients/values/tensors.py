@@ -27,6 +27,7 @@ __all__ = [
     "dtype_name",
     "dtype_of",
     "from_buffer",
+    "is_inside",
     "plain_slice",
     "rows_of",
     "slice_box",
@@ -59,6 +60,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _QUANTIZED = frozenset(d for name, d in _BY_NAME.items() if name.startswith(("qint", "quint")))
 # Dtypes that need a closer look.
 _ODD = _QUANTIZED | {dtype for dtype in _NAMES if dtype.is_complex}
+_ONLY_TUPLES, _ONLY_INTS = frozenset((tuple,)), frozenset((int,))
+_INT_END = 1 << 63
 # No memory of a process lies below this (torch's zero tensors have neither storage nor address).
 LOWEST_ADDRESS = 4096
 # torch.frombuffer certainly accepts these directly; other dtypes go through an integer view.
@@ -326,18 +329,39 @@ def plain_slice(key: str, part: TensorSlice) -> TensorSlice:
     Raises:
         LayoutMismatchError: it contains something that is not an integer, or one that is too large.
     """
+    given = msgspec.structs.astuple(part)
+    if _ONLY_TUPLES.issuperset(map(type, given)):  # the usual case, very often
+        flat = [0, *[n for numbers in given for n in numbers]]
+        if (
+            _ONLY_INTS.issuperset(map(type, flat))
+            and -_INT_END <= min(flat) <= max(flat) < _INT_END
+        ):
+            return part
     plain = []
-    for numbers in msgspec.structs.astuple(part):
+    for numbers in given:
         try:
             converted = tuple([operator.index(n) for n in numbers])
         except TypeError as error:
             raise LayoutMismatchError(
                 f"{key!r}: a TensorSlice has tuples of int, not {numbers!r}", key=key
             ) from error
-        if not all(-(1 << 63) <= n < 1 << 63 for n in converted):
+        if not all(-_INT_END <= n < _INT_END for n in converted):
             raise LayoutMismatchError(f"{key!r}: no tensor is as large as {numbers!r}", key=key)
         plain.append(converted)
     return TensorSlice(*plain)
+
+
+@lru_cache(maxsize=4096)  # layers of a model repeat, and so do training steps
+def is_inside(offsets: tuple[int, ...], extents: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether a box is a part of a tensor of ``shape``, and has as many dimensions.
+
+    >>> is_inside((2,), (2,), (4,)), is_inside((3,), (2,), (4,)), is_inside((), (), (4,))
+    (True, False, False)
+    """
+    return len(offsets) == len(extents) == len(shape) and all(
+        o >= 0 and n >= 0 and o + n <= whole
+        for o, n, whole in zip(offsets, extents, shape, strict=True)
+    )
 
 
 def slice_box(key: str, wanted: TensorSlice, shape: tuple[int, ...]) -> boxes.Box:
@@ -347,13 +371,7 @@ def slice_box(key: str, wanted: TensorSlice, shape: tuple[int, ...]) -> boxes.Bo
         LayoutMismatchError: the slice has another global shape, or lies outside it.
     """
     offset, local = tuple(wanted.offsets), tuple(wanted.local_shape)
-    fits = (
-        len(offset) == len(local) == len(shape)
-        and tuple(wanted.global_shape) == shape
-        and all(o >= 0 and n >= 0 for o, n in zip(offset, local, strict=True))
-        and all(o + n <= g for o, n, g in zip(offset, local, shape, strict=True))
-    )
-    if not fits:
+    if tuple(wanted.global_shape) != shape or not is_inside(offset, local, shape):
         raise LayoutMismatchError(
             f"{key!r} has shape {list(shape)}; the slice asks for {list(local)} at {list(offset)} "
             f"of {list(wanted.global_shape)}",
