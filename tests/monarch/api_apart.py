@@ -1,4 +1,4 @@
-"""Runs tests of tests/api in a worker of a job, with the job's store instead of their own."""
+"""Runs tests of the API in a worker of a job, with the job's store instead of their own."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from typing import Any
 import pytest
 
 import torchstore_core as ts
+from torchstore_core.clients.stores.environment import ADDRESS
 
-__all__ = ["STATE_DICTS", "TENSORS", "run_tests"]
+__all__ = ["DTENSORS", "DTYPES", "STATE_DICTS", "TENSORS", "run_tests"]
 
-#: Files of tests that move tensors, and state dicts.
+#: Files of tests that move tensors, tensors of every dtype, DTensors, and state dicts.
 TENSORS = [
-    f"values/test_{name}.py" for name in ("tensors", "inplace", "slices", "batches", "shards")
+    f"api/values/test_{name}.py" for name in ("tensors", "inplace", "slices", "batches", "shards")
 ]
+DTYPES = ["api/values/test_dtypes.py"]
+DTENSORS = ["integration/dtensors/test_dtensors.py"]
 STATE_DICTS = [
-    f"state_dicts/test_{name}.py"
+    f"api/state_dicts/test_{name}.py"
     for name in (
         "state_dicts",
         "state_dict_inplace",
@@ -79,18 +82,22 @@ def _is_for_any_store(item: Any) -> bool:
 
 
 async def run_tests(files: Sequence[str]) -> tuple[int, list[str]]:
-    """Run the tests of files of tests/api in this process.
+    """Run the tests of files of tests/ in this process. Ranks that they start join its store, too.
 
     Returns:
         How many passed, and what all others said.
     """
-    await ts.client()  # joins the store
+    session = await (await ts.client())._joined.session(20)
     plugin = _Plugin()
-    words = [f"tests/api/{file}" for file in files]
+    words = [f"tests/{file}" for file in files]
     words += ["-c", os.devnull, f"--rootdir={Path.cwd()}", "--import-mode=importlib"]
     words += ["-o", "asyncio_mode=auto", "--noconftest", "--capture=no", "-q"]
     words += [word for name in _WITHOUT for word in ("-p", f"no:{name}")]
-    code = await asyncio.to_thread(pytest.main, words, plugins=[plugin])
+    os.environ[ADDRESS] = f"unix:{session.volumes[0].context.control}"
+    try:
+        code = await asyncio.to_thread(pytest.main, words, plugins=[plugin])
+    finally:
+        del os.environ[ADDRESS]
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         plugin.failures.append(f"pytest ended with {code!r}")
     return plugin.passed, plugin.failures

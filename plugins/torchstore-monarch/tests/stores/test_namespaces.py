@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from tests.monarch import acts
-from tests.monarch.api_apart import STATE_DICTS, TENSORS, run_tests
+from tests.monarch.api_apart import DTENSORS, DTYPES, STATE_DICTS, TENSORS, run_tests
 from tests.monarch.jobs import Job, python_path, running
 from tests.support import until
 from tests.transports.tcp.proxy import Proxy, lead_through
@@ -28,7 +28,6 @@ import torchstore_core as ts
 from torchstore_core.testing.networks import Namespace
 
 MB = 1 << 20
-_DTYPES = ["values/test_dtypes.py"]
 
 
 @pytest.mark.parametrize("own", [pytest.param("its address", marks=pytest.mark.soak), "127.0.1.1"])
@@ -179,13 +178,14 @@ async def test_both_sides_of_a_link_between_networks(
 @pytest.mark.parametrize(
     ("files", "least"),
     [
-        pytest.param(_DTYPES, 40, marks=pytest.mark.soak, id="dtypes"),
+        pytest.param(DTYPES, 40, marks=pytest.mark.soak, id="dtypes"),
+        pytest.param(DTENSORS, 60, marks=pytest.mark.soak, id="dtensors"),
         pytest.param(TENSORS, 150, id="tensors"),
         pytest.param(STATE_DICTS, 150, id="state-dicts"),
     ],
 )
 async def test_the_api_over_two_networks(apart: Job, files: list[str], least: int) -> None:
-    """Tests of tests/api, in a process whose store is on the other host. Only ``tcp`` leads there:
+    """Tests of the API, in a process whose store is on the other host. Only ``tcp`` leads there:
     not even what is small travels in messages.
     """
     block = ["monarch-rpc", "monarch-rdma", "inline"]
