@@ -94,6 +94,8 @@ class Policy(RuleBasedStateMachine):
             assert residency.count_of[state] == len(there)
             assert residency.bytes_of[state] == sum(rounded(t.value.nbytes) for t in there)
         assert all(residency.find(t.value) is t for t in self.order)
+        copied = [t.nbytes for t in self.order if t.state >= State.CLEAN]
+        assert residency.largest_on_disk() == max(copied, default=0)
 
 
 TestPolicy = Policy.TestCase

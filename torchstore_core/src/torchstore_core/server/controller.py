@@ -595,8 +595,10 @@ class Controller:
     # ---- memory ---------------------------------------------------------------------------
 
     def _free(self, values: Iterable[Value]) -> None:
+        values = list(values)
+        if not values:  # nothing has changed, which whoever waits for memory need not know
+            return
         if self.holds.containers:
-            values = list(values)
             self.holds.containers_gone(values)
         if self.spilling.active:
             values = self.spilling.forget(values)

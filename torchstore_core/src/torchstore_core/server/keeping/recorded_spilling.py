@@ -277,6 +277,7 @@ class RecordedSpilling(Spilling):
             "gone": len(known) - len(there),
             "away": away,
             "next": self.values.next_number,
+            "active": self.active,
             "evicted": self.evicted,
         }
 
@@ -285,8 +286,8 @@ class RecordedSpilling(Spilling):
         names = "values", "keys", "numbers", "cached", "inline"
         held = len(state["values"]) - state["gone"]
         columns = zip(*map(state.__getitem__, names), strict=True)
+        self.active = state["active"]  # as it was, although it may track nothing now
         for at, (value, key, number, cached, inline) in enumerate(columns):
-            self.active = True
             self.values.next_number = number
             kind = State.CACHED if cached else State.DIRTY
             tracked = self.values.add(value, key, kind, inline=inline)

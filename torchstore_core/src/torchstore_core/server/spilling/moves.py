@@ -7,9 +7,9 @@ import errno
 import functools
 import logging
 import os
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from torchstore_core import moments
 from torchstore_core.reports.units import human_bytes
 from torchstore_core.server.memory.allocator import ALIGNMENT, Allocator, rounded
 from torchstore_core.server.memory.volume_record import VolumeRecord
@@ -32,8 +32,8 @@ _LEAST_PIECES = 2
 _BATCH = 16 << 20
 # Values of at most so many bytes share pages of the file, and are moved together.
 _SMALL = 64 << 10
-# A job moves at most so many of them, and writes about so many bytes: what follows takes the event
-# loop a few milliseconds.
+# A job moves at most so many of them, and about so many bytes: what follows takes the event loop a
+# few milliseconds.
 _MOST_TOGETHER, _TOGETHER = 512, 4 << 20
 # So many values at most are prepared for writing in one step of the event loop.
 _MOST_AT_ONCE = 4 * _MOST_TOGETHER
@@ -119,23 +119,19 @@ class Mover:
             self._writers.hurry()
 
     def _write(self, nbytes: int, at_any_price: bool) -> None:
-        if time.monotonic() < self._paused_until:
+        if moments.monotonic() < self._paused_until:
             return
         values = self._values
         wanted = nbytes - values.bytes_of[State.WRITING]
-        found = values.oldest(State.DIRTY, wanted, self._fits, _MOST_AT_ONCE)
+        found: list[Tracked] = []
+        if self.file.free:
+            found = values.oldest(State.DIRTY, wanted, self._fits, _MOST_AT_ONCE)
         if not found and at_any_price:
             found = self._give_up_copies()
         batch: list[Tracked] = []
-        small: list[Tracked] = []
-        size = small_size = 0
+        size = 0
         for tracked in found:
             if _is_small(tracked):
-                small.append(tracked)
-                small_size += tracked.nbytes
-                if len(small) == _MOST_TOGETHER or small_size >= _TOGETHER:
-                    self._submit_together(small)
-                    small, small_size = [], 0
                 continue
             extent = self.file.reserve(tracked.value.offset % _PAGE, tracked.value.nbytes)
             if extent is None:  # those before it took the room
@@ -149,8 +145,8 @@ class Mover:
                 batch, size = [], 0
         if batch:
             self._submit(batch)
-        if small:
-            self._submit_together(small)
+        for some in _portions([tracked for tracked in found if _is_small(tracked)]):
+            self._submit_together(some)
         if not found and values.oldest(State.DIRTY, wanted, most=1):
             full = human_bytes(self.file.capacity)
             self._pause(f"its capacity of {full} is used up (see spill_capacity=)")
@@ -252,7 +248,7 @@ class Mover:
             log.warning("cannot spill to %s: %s", self.file.directory, why)
         self.trouble, self._is_full = why, False
         self._troubles += 1
-        self._paused_until = time.monotonic() + _PAUSE_S
+        self._paused_until = moments.monotonic() + _PAUSE_S
 
     # ---- from disk ------------------------------------------------------------------------
 
@@ -288,8 +284,7 @@ class Mover:
             else:
                 self._submit_read(tracked)
         small.sort(key=_position)
-        for start in range(0, len(small), _MOST_TOGETHER):
-            some = small[start : start + _MOST_TOGETHER]
+        for some in _portions(small):
             self._readers.submit(functools.partial(self._read_together_in_thread, some))
 
     def _submit_read(self, tracked: Tracked) -> None:
@@ -468,6 +463,20 @@ class Mover:
 
 def _is_small(tracked: Tracked) -> bool:
     return tracked.is_inline or tracked.value.nbytes <= _SMALL
+
+
+def _portions(small: Iterable[Tracked]) -> Iterator[list[Tracked]]:
+    """Small values, as many at a time as are moved together."""
+    portion: list[Tracked] = []
+    size = 0
+    for tracked in small:
+        portion.append(tracked)
+        size += tracked.nbytes
+        if len(portion) == _MOST_TOGETHER or size >= _TOGETHER:
+            yield portion
+            portion, size = [], 0
+    if portion:
+        yield portion
 
 
 def _position(tracked: Tracked) -> int:

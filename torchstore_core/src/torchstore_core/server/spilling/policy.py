@@ -15,6 +15,7 @@ A value is *tracked* from its commit on if it may leave memory. It is in one of 
 from __future__ import annotations
 
 import enum
+import heapq
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,6 +41,7 @@ class State(enum.IntEnum):
 
 
 _RANKED = (State.CACHED, State.DIRTY, State.CLEAN)
+_WITH_COPY = (State.CLEAN, State.ON_DISK, State.READING)
 
 
 class Tracked(msgspec.Struct, eq=False):
@@ -144,6 +146,10 @@ class Residency:
         self.bytes_of = dict.fromkeys(State, 0)
         self.count_of = dict.fromkeys(State, 0)
         self.next_number = 0
+        # How many of each size there are that have a copy on disk, and these sizes as a heap, the
+        # largest first; sizes stay in both until they are the largest, of none.
+        self._sizes: dict[int, int] = {}
+        self._largest: list[int] = []
 
     def __len__(self) -> int:
         return len(self._tracked)
@@ -220,8 +226,9 @@ class Residency:
 
     def largest_on_disk(self) -> int:
         """Bytes of memory that the largest value takes that is on disk, or can be at once."""
-        states = (State.ON_DISK, State.READING, State.CLEAN)
-        return max((t.nbytes for t in self._tracked.values() if t.state in states), default=0)
+        while self._largest and not self._sizes[-self._largest[0]]:
+            del self._sizes[-heapq.heappop(self._largest)]
+        return -self._largest[0] if self._largest else 0
 
     def disposable(self) -> Iterator[Tracked]:
         """The values whose memory can be freed at once, when nobody reads them any more."""
@@ -238,14 +245,23 @@ class Residency:
         return [found for value in values if (found := get(id(value))) is not None]
 
     def _enter(self, tracked: Tracked) -> None:
-        self.bytes_of[tracked.state] += tracked.nbytes
+        size = tracked.nbytes
+        if tracked.state in _WITH_COPY:
+            if size not in self._sizes:
+                self._sizes[size] = 0
+                heapq.heappush(self._largest, -size)
+            self._sizes[size] += 1
+        self.bytes_of[tracked.state] += size
         self.count_of[tracked.state] += 1
         order = self._by_use.get(tracked.state)
         if order is not None:
             order[id(tracked.value)] = tracked
 
     def _leave(self, tracked: Tracked) -> None:
-        self.bytes_of[tracked.state] -= tracked.nbytes
+        size = tracked.nbytes
+        if tracked.state in _WITH_COPY:
+            self._sizes[size] -= 1
+        self.bytes_of[tracked.state] -= size
         self.count_of[tracked.state] -= 1
         order = self._by_use.get(tracked.state)
         if order is not None:

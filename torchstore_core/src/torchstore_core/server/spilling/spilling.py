@@ -6,9 +6,10 @@ raises :class:`Delayed`.
 
 from __future__ import annotations
 
-import time
+import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+from torchstore_core import moments
 from torchstore_core.errors import ConfigurationError, ObjectLostError, StoreFullError
 from torchstore_core.reports.status import SpillStatus
 from torchstore_core.reports.units import human_bytes
@@ -25,6 +26,8 @@ __all__ = ["Spilling"]
 # Writing begins when less than the first part of the capacity is free or can be freed at once,
 # and goes on until it is the second.
 _LOW, _HIGH = 0.25, 0.40
+# So many values leave memory in one step of the event loop: that takes it a few milliseconds.
+_MOST_AT_ONCE = 1024
 # How long a request waits for readers to release memory if nothing else happens, in seconds.
 _PATIENCE_S = 5.0
 
@@ -225,12 +228,13 @@ class Spilling:
             raise self.delayed("others were waiting for room in memory before")
         free = max((v.free for v in self._volumes if not v.lost), default=0)
         short = nbytes - free if nbytes > free else nbytes
-        if clean := self.values.oldest(State.CLEAN, short):
-            self._drop(clean)
-            return True
-        if self._evict(short, keys):
-            return True
         mover = self._mover
+        most = sys.maxsize if mover is None else _MOST_AT_ONCE
+        if clean := self.values.oldest(State.CLEAN, short, most=most):
+            self._drop(clean)
+            return self._made_room(len(clean) == most)
+        if found := self._evict(short, keys, most):
+            return self._made_room(found == most)
         if mover is None:
             return False
         mover.write(short, at_any_price=True)
@@ -240,10 +244,17 @@ class Spilling:
             raise self.delayed(self._why_full(mover))
         held = sum(bytes_of[state] for state in State if state is not State.ON_DISK)
         patient = not len(self.room) and not self.room.retrying
-        patient = patient or time.monotonic() - self._last_progress < _PATIENCE_S
+        patient = patient or moments.monotonic() - self._last_progress < _PATIENCE_S
         if held + unfinished >= short and patient:
             raise self.delayed(self._why_full(mover))
         return False
+
+    def _made_room(self, is_more: bool) -> bool:
+        """Values have left memory; ``is_more``: and others have to, after other requests."""
+        if is_more:
+            self.retry_soon()
+            raise self.delayed("memory was full; many small values were leaving it")
+        return True
 
     def _why_full(self, mover: Mover) -> str:
         """What a request waits for that needs memory."""
@@ -311,7 +322,7 @@ class Spilling:
 
     def _add(self, retry: Callable[[], None]) -> None:
         if not len(self.room) and not self.room.retrying:
-            self._last_progress = time.monotonic()
+            self._last_progress = moments.monotonic()
         self.room.add(retry)
         self._retry_later()
 
@@ -323,7 +334,7 @@ class Spilling:
 
     def _time_is_up(self) -> None:
         self._is_timed = False
-        if time.monotonic() - self._last_progress > _PATIENCE_S:
+        if moments.monotonic() - self._last_progress > _PATIENCE_S:
             self.room.retry()
         self._retry_later()
 
@@ -343,7 +354,7 @@ class Spilling:
     def _progress(self) -> None:
         """Something has changed."""
         self._retry_is_due = False
-        self._last_progress = time.monotonic()
+        self._last_progress = moments.monotonic()
         self._write_ahead()
         if len(self.room):
             self.room.retry()
@@ -372,16 +383,17 @@ class Spilling:
         for volume, freed in ranges.items():
             self._volumes[volume].allocator.free(freed)
 
-    def _evict(self, nbytes: int, keys: Collection[str]) -> bool:
-        """Evict versions; returns whether any was."""
+    def _evict(self, nbytes: int, keys: Collection[str], most: int) -> int:
+        """Evict versions of at most so many values; returns how many values these were."""
         evictions = self._catalog.evictions
         found = self.values.oldest(
             State.CACHED,
             nbytes,
             lambda t: evictions.can_evict(t.key, t.value, newest_too=t.key not in keys),
+            most,
         )
         self._evict_these(found)
-        return bool(found)
+        return len(found)
 
     def _evict_these(self, found: Sequence[Tracked]) -> None:
         for tracked in found:
