@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -17,10 +18,13 @@ from torchstore_core.server.index.records import Manifest, SessionRecord, Txn, V
 from torchstore_core.server.index.references.holds import Holds
 from torchstore_core.server.index.timelines import Branch, Timelines
 from torchstore_core.server.keeping.log import Log
+from torchstore_core.server.keeping.recorded_spilling import RecordedSpilling
 from torchstore_core.server.keeping.returning import Returning
 from torchstore_core.server.memory.detached_sessions import DetachedSessions
 from torchstore_core.server.serving.conversation import Conversation
-from torchstore_core.server.spilling.policy import Tracked
+from torchstore_core.server.spilling.policy import Residency, State, Tracked
+from torchstore_core.server.spilling.spill_file import SpillFile
+from torchstore_core.server.spilling.spilling import Spilling
 from torchstore_core.wire import messages as m
 
 __all__ = ["MUTANTS"]
@@ -256,6 +260,44 @@ def _forgets_what_was_written_meanwhile(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Log, "append_from", lambda self, other, start: None)
 
 
+def _drops_what_is_read(patch: pytest.MonkeyPatch) -> None:
+    """What readers have leased leaves memory, too, if it is on disk."""
+
+    def at_once(
+        self: Residency,
+        state: State,
+        nbytes: int,
+        among: Callable[[Tracked], bool] = lambda tracked: True,
+        most: int = sys.maxsize,
+    ) -> list[Tracked]:
+        if state is State.CLEAN and nbytes > 0:
+            return list(self._by_use[state].values())[:1]
+        return oldest(self, state, nbytes, among, most)
+
+    oldest = Residency.oldest
+    patch.setattr(Residency, "oldest", at_once)
+
+
+def _uses_pages_again(patch: pytest.MonkeyPatch) -> None:
+    """With the first of the values that share a page of the disk, the page is free."""
+    patch.setattr(SpillFile, "_share", lambda self, extents: None)
+
+
+def _forgets_the_disk(patch: pytest.MonkeyPatch) -> None:
+    """What is on disk when the server is killed may be overwritten."""
+    patch.setattr(SpillFile, "occupy", lambda self, extents: None)
+
+
+def _forgets_what_was_read(patch: pytest.MonkeyPatch) -> None:
+    """What has come back from disk is not recorded."""
+    patch.setattr(RecordedSpilling, "_read_ended", lambda self, tracked: None)
+
+
+def _lets_wait_for_ever(patch: pytest.MonkeyPatch) -> None:
+    """Requests for which there will be no room are not refused."""
+    patch.setattr(Spilling, "_retry_later", lambda self: None)
+
+
 #: By what it does wrong.
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "drops a lease one message early": _drops_a_lease_early,
@@ -280,4 +322,9 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "takes a part of what a client has for all of it": _takes_a_part_for_all,
     "hears twice what it had recorded when it was killed": _hears_twice,
     "forgets what was recorded while its log was written anew": _forgets_what_was_written_meanwhile,
+    "drops from memory what is being read": _drops_what_is_read,
+    "uses pages of its disk again that are in use": _uses_pages_again,
+    "forgets what is on its disk when it comes back": _forgets_the_disk,
+    "forgets what it has read from its disk when it comes back": _forgets_what_was_read,
+    "lets requests wait for ever when its disk is full": _lets_wait_for_ever,
 }

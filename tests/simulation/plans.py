@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 __all__ = ["KEPT", "ROOMY", "Fault", "Operation", "Plan", "plan_of"]
 
 KEYS = ("a", "b", "c")
+_MORE_KEYS = (*KEYS, "d", "e", "f")
 #: So many cache lines that no plan fills them.
 ROOMY = 2000
 #: What is got stays until the process ends.
@@ -75,12 +76,12 @@ class Fault:
 
     Args:
         number: of the fault, in its plan.
-        kind: crash, cut, cancel, sever; lose is of a volume, kill of the server, and
-            compact writes its log anew.
+        kind: crash, cut, cancel, sever; lose is of a volume, kill of the server,
+            compact writes its log anew, and fill is of the disk.
         client: to whom; or to which volume.
         after: at which step, unless a recorded schedule says when.
         keep: how many messages under way still arrive. A server is killed when it has recorded so
-            many requests more; 0: at once.
+            many requests more; 0: at once. A disk is full for so many writes.
         broken: whether those count as last words, see ``Conversation.hear_last``. A server is
             killed when it has handled a message of a connection that is kept, but not yet taken it
             out of the kernel's buffer; and connections that it has accepted and not yet read are
@@ -109,6 +110,7 @@ class Plan:
         slots: how many operations of one client run at the same time.
         refers: whether there are references, so that time counts, see :mod:`.references`.
         kept: whether the server has a keeper, so that it comes back when it is killed.
+        pages: of the disk that values are spilled to; 0: there is none.
     """
 
     capacities: tuple[int, ...]
@@ -122,6 +124,12 @@ class Plan:
     keys: tuple[str, ...] = field(default=KEYS)
     refers: bool = False
     kept: bool = False
+    pages: int = 0
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether time passes."""
+        return self.refers or self.pages > 0
 
     @property
     def size(self) -> int:
@@ -131,6 +139,11 @@ class Plan:
 
 def plan_of(source: random.Random) -> Plan:
     """What a seed makes happen."""
+    # From numbers of their own: so the other plans are what they would be without these.
+    own = random.Random(~copy(source).getrandbits(64))
+    pages = own.choice((1, 2, 3, 6, 50)) if own.random() < 0.12 else 0
+    if pages:
+        source = own
     pick, chance = source.choice, source.random
     clients = pick((2, 2, 3, 4))
     total = pick((12, 20, 30, 45))
@@ -139,10 +152,12 @@ def plan_of(source: random.Random) -> Plan:
     refers = flavour == "refs"
     plain = refers or flavour == "keys"
     keys = KEYS[: pick((1, 1, 2, 3))] if plain else (flavour,)
+    if pages and flavour == "keys":
+        keys = _MORE_KEYS
     make = _references if refers else _keys if plain else _joint
     inline = pick((0.0, 0.3, 0.9))
     relayed = tuple([at for at in range(clients) if chance() < 0.6]) if chance() < 0.2 else ()
-    if refers:  # what is under way is lost with a relay, and so is what it says of references
+    if refers or pages:  # what is under way is lost with a relay, also what it says of references
         relayed = ()
     holds = (0, KEPT) if relayed else (0, 0, 1, 3)
     make(source, keys, scripts, total, inline, holds)
@@ -152,6 +167,8 @@ def plan_of(source: random.Random) -> Plan:
         kind = pick(("crash", "cut", "cancel", "cancel", "cancel", "cancel"))
         if refers and chance() < 0.4:
             kind = "crash"
+        if pages and chance() < 0.3:
+            kind = "fill"
         at = source.randint(5, total * 6)
         faults.append(
             Fault(number, kind, int(chance() * clients), at, pick((0, 1, 99, 99)), chance() < 0.3)
@@ -159,9 +176,12 @@ def plan_of(source: random.Random) -> Plan:
     if relayed and chance() < 0.6:
         faults.append(Fault(len(faults) + 1, "sever", relayed[0], source.randint(total, total * 7)))
     capacity = pick((6, 10, 16, 40)) if plain else pick((8, 30, ROOMY, ROOMY))
+    if pages:
+        capacity = pick((5, 6, 8, 10))
     capacities = (capacity,) if chance() < 0.6 else (capacity, capacity)
     copies = pick((1, 2)) if len(capacities) > 1 else 1
-    if len(capacities) > 1 and chance() < 0.5 and not refers:  # copies are made by the clock
+    is_timed = refers or pages > 0
+    if len(capacities) > 1 and chance() < 0.5 and not is_timed:  # copies are made by the clock
         faults.append(Fault(len(faults) + 1, "lose", pick((0, 1)), source.randint(5, total * 6)))
     plan = Plan(
         capacities,
@@ -174,6 +194,7 @@ def plan_of(source: random.Random) -> Plan:
         copies,
         keys,
         refers,
+        pages=pages,
     )
     if relayed or any(fault.kind == "lose" for fault in faults):  # such a store has no keeper
         return plan

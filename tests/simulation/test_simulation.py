@@ -96,6 +96,7 @@ def test_what_seeds_reach() -> None:
         *("object: answered", "hold: answered", "read: answered", "read: version-gone"),
         *("ref", "time", "child", "free: answered", "rewind: answered"),
         *("get: evicted", "the server was killed", "written"),
+        *("torchstore-spill", "torchstore-unspill"),
     ):
         assert seen[what], f"{what}: never seen, but {seen}"
 

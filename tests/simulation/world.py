@@ -11,6 +11,7 @@ from collections.abc import Callable
 from tests.simulation.acting.clients import Client
 from tests.simulation.acting.operations import Cancelled
 from tests.simulation.acting.references import References
+from tests.simulation.machine.disks import Disk
 from tests.simulation.machine.halves import TravellingHalves
 from tests.simulation.machine.lives import Killed, Lives
 from tests.simulation.machine.loop import SimulatedLoop
@@ -48,7 +49,7 @@ class World:
     Attributes:
         telling: whether anybody wants to be told what happens.
         step: how many actions have happened.
-        point: how many messages the server has handled.
+        point: how many messages the server has handled, and how often its loop has gone on.
         touched: whether the last action changed anything at the server.
         names: of the actions, in order.
     """
@@ -75,6 +76,7 @@ class World:
         self.owners = Owners(self.lives.memories)
         self.halves = [TravellingHalves(self, at) for at in range(len(plan.capacities))]
         self.processes = Processes(self)
+        self.disk = Disk(self) if plan.pages else None
         self.references = References(self)
         self.here = here()
         self.uplink: Uplink | None = None
@@ -127,7 +129,7 @@ class World:
             Violation: the store has broken a promise.
         """
         try:
-            with running(self.loop, self.processes):
+            with running(self.loop, self.processes, self.disk):
                 self.lives.begin()
                 self.server._watch = self._watch  # type: ignore[method-assign]
                 if self.plan.relayed:
@@ -199,6 +201,7 @@ class World:
         self.references.check()
         used = [(v.used, v.leased, v.unfinished) for v in controller.volumes]
         sessions = [*controller.sessions, *controller.detached.sessions]
+        used.append((controller.spilling.status().disk_bytes,) * 3)
         if any(map(any, used)) or sessions or self.server.conversations:
             counts = f"{len(sessions)} sessions, {len(self.server.conversations)} connections"
             raise Violation("leak", f"everybody has left, and there is {used} of {counts}")
@@ -225,7 +228,7 @@ class World:
                 schedule.enable(self._callback)
             else:
                 schedule.disable(self._callback)
-            if self.plan.refers:
+            if self.plan.is_timed:
                 if self.loop.next_timer is not None:
                     schedule.enable(self._time)
                 else:
@@ -253,6 +256,7 @@ class World:
     def _turn(self) -> None:
         """The server's event loop goes on."""
         self.touched = True
+        self.point += 1
         self.loop.run_one()
 
     def _pass(self) -> None:
@@ -278,6 +282,9 @@ class World:
         if fault.kind == "kill":
             self.lives.kill(fault)
             return
+        if fault.kind == "fill":
+            self._fill(fault.keep)
+            return
         if fault.kind == "compact":
             self.tell("the log is written anew")
             self.lives.write_anew(fault)
@@ -294,6 +301,12 @@ class World:
                     self.uplink.sever()
             case _:
                 client.cancel()
+
+    def _fill(self, writes: int) -> None:
+        """Others fill the disk, for so many writes."""
+        if self.disk is not None:
+            self.tell(f"the disk is full for {writes} writes")
+            self.disk.refusals += writes
 
     def _lose(self, volume: int) -> None:
         """The memory of a volume is gone, except for those who have mapped it."""

@@ -137,6 +137,8 @@ class Lasting(Direct):
             if not again or not (done or world.lives.result_of(token, request)):
                 call.reached(world.point)
             self.handled[number] = Handled(token, request, call)
+            if world.plan.is_timed:
+                self._unanswered[number] = call
         if world.telling:
             self._tell(f"server <- {self}{' again' if again else ''}", request)
         if not self.is_kept:
@@ -164,6 +166,8 @@ class Lasting(Direct):
             self._world.schedule.disable(self._arrive)
 
     def _answers(self, frame: bytearray) -> None:
+        if self._world.lives.is_dying:
+            return
         reply = decode_reply(memoryview(frame)[HEADER:])
         if not isinstance(reply, m.Delayed):
             self.handled.pop(getattr(reply, "id", 0), None)
@@ -210,7 +214,7 @@ class Lasting(Direct):
 
     def go_on(self, session: SessionRecord, *, is_there: bool) -> None:
         """It is the liveness connection of a session, as before."""
-        self.handled.clear()
+        self._forget_handled()
         self._is_first = True
         if self._ended:  # whoever reads it is told so again
             self._ended = False
@@ -240,5 +244,10 @@ class Lasting(Direct):
         self.is_kept = False
         self._ended = True
         self._forget_sent()
-        self.handled.clear()
+        self._forget_handled()
         self.write(b"")
+
+    def _forget_handled(self) -> None:
+        self.handled.clear()
+        self._unanswered.clear()
+        self._late.clear()

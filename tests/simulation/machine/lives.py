@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tests.simulation.machine.disks import PAGE, MappedMemory
 from tests.simulation.machine.memory import LINE, Memory
 from tests.simulation.machine.servers import server_on
 from tests.simulation.promises.states import OF_A_LIFE, state_of
@@ -14,6 +15,7 @@ from torchstore_core.server.keeping.link import KeeperLink
 from torchstore_core.server.keeping.log import Log
 from torchstore_core.server.keeping.recorded import RecordedController, Repeated
 from torchstore_core.server.server import Server
+from torchstore_core.server.spilling.spilling import Spilling
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.repeating import number_of
 
@@ -111,20 +113,24 @@ class Lives:
         server: the one that lives.
         deaths: at which steps it was killed.
         connections: all that it has, in the order in which they were made; if it comes back.
+        is_dying: it is dead, and nobody hears what is left on its loop.
     """
 
     server: Server
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._memories = [Memory(lines * LINE) for lines in world.plan.capacities]
+        kind = MappedMemory if world.plan.pages else Memory
+        self._memories = [kind(lines * LINE) for lines in world.plan.capacities]
         self.memories = self._memories
         self.deaths: list[int] = []
         self.connections: dict[Lasting, None] = {}
+        self.is_dying = False
         self._held: dict[str, Any] = {}
         self._facts: dict[str, str] = {}
         self._life = 0
         self._log: _Log | None = None
+        self._spilling: Spilling | None = None
         self._accepts = False  # connections of which nothing was read are lost, too
         self._after_a_message = self._is_writing = False
 
@@ -133,8 +139,9 @@ class Lives:
         world = self._world
         self._life += 1
         link = _Link(self._held, self._facts, self._life) if world.plan.kept else None
-        where = self._memories, world.halves
-        self.server = server_on(world.loop, *where, world.plan.copies, link)
+        where = self._memories, world.halves, world.plan.copies, world.plan.pages * PAGE
+        self.server = server_on(world.loop, *where, link)
+        self._spilling = self.server.controller.spilling
         if link is not None:
             self._log = self.controller.log  # type: ignore[assignment]
             self._take(link)
@@ -150,8 +157,15 @@ class Lives:
         """Nothing is left of them."""
         if self._log is not None:
             self._log.close()
-        if (fd := self._held.pop("log", -1)) >= 0:
-            os.close(fd)
+        if self._spilling is not None:
+            self._spilling.close()
+        if self._world.disk is not None:
+            self._world.disk.close()
+        for fd in self._held.values():
+            if isinstance(fd, int):
+                os.close(fd)
+        for memory in self._memories:
+            memory.close()
 
     # ---- death ----------------------------------------------------------------------------
 
@@ -223,7 +237,9 @@ class Lives:
         # What it was doing when it died is done again in part.
         before = None if log.is_over else state_of(self.controller, OF_A_LIFE)
         log.is_over = True
+        self.is_dying = True
         world.loop.end()
+        self.is_dying = False
         world.processes.nobody_watches()
         for halves in world.halves:
             halves.restart()
@@ -231,6 +247,9 @@ class Lives:
         handled = [one for connection in dead for one in connection.handled.values()]
         log.close()
         self._log = None
+        if self._spilling is not None:
+            self._spilling.close()
+            self._spilling = None
         world.loop.now += _PAUSE_S
         self.connections = {one: None for one in dead if one.is_kept}
         self.begin()

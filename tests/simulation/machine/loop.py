@@ -94,6 +94,14 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         self.ready.append(handle)
         return handle
 
+    def call_soon_threadsafe(  # type: ignore[override]
+        self,
+        callback: Callable[..., object],
+        *args: Any,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.Handle:
+        return self.call_soon(callback, *args, context=context)
+
     def call_later(  # type: ignore[override]
         self,
         delay: float,

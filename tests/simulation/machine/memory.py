@@ -40,6 +40,9 @@ class Memory:
     def read(self, offset: int, nbytes: int) -> bytes:
         return bytes(self.bytes[offset : offset + nbytes])
 
+    def close(self) -> None:
+        """Nothing is left of it."""
+
 
 class Owners:
     """Who may touch which memory, as the clients see it: a grant lasts until its client says that

@@ -113,6 +113,8 @@ class Connection(ABC):
 
     def unread(self, reply: m.Message, point: int) -> None:
         """The client will never hear this."""
+        if type(reply) is m.Delayed:
+            return
         task = self.waiting.pop(getattr(reply, "id", 0), None)
         if task is not None:
             task.call.never_heard(reply, point)
@@ -127,6 +129,8 @@ class Connection(ABC):
         reply = decode_reply(memoryview(frame)[HEADER:])
         if self._world.telling:
             self._tell(f"{self} hears", reply)
+        if type(reply) is m.Delayed:
+            return
         number = getattr(reply, "id", 0)
         if number in self.waiting:
             task = self.waiting.pop(number)
@@ -208,6 +212,8 @@ class Direct(Connection):
 
     def __init__(self, world: World, client: Client, lane: int, name: tuple[int, ...]) -> None:
         super().__init__(world, client, lane, name)
+        self._unanswered: dict[int, Call] = {}  # by the ids of the requests, if time counts
+        self._late: set[int] = set()  # those of which the client was told that they are delayed
         self._conversation = self._converse()
 
     def _converse(self) -> Conversation:
@@ -217,14 +223,34 @@ class Direct(Connection):
         self._world.point += 1
         if call is not None:
             call.reached(self._world.point)
+            if self._world.plan.is_timed:
+                self._unanswered[getattr(decode_request(body), "id", 0)] = call
         if self._world.telling:
             self._tell(f"server <- {self}", decode_request(body))
         self._conversation.handle(body)
 
     def _answers(self, frame: bytearray) -> None:
-        if self._world.telling:
-            self._tell(f"server -> {self}", decode_reply(memoryview(frame)[HEADER:]))
+        plan = self._world.plan
+        if self._world.telling or plan.is_timed:
+            reply = decode_reply(memoryview(frame)[HEADER:])
+            if self._world.telling:
+                self._tell(f"server -> {self}", reply)
+            if plan.is_timed:
+                self._answers_later(reply)
         self.write(frame)
+
+    def _answers_later(self, reply: m.Message) -> None:
+        """What was delayed happens when it is answered."""
+        number = getattr(reply, "id", 0)
+        if type(reply) is m.Delayed:
+            self._late.add(number)
+            return
+        call = self._unanswered.pop(number, None)
+        if number in self._late:
+            self._late.discard(number)
+            if call is not None:
+                call.happened(self._world.point + 0.25)  # before the waits that it has answered
+                self._world.point += 1
 
     def _end(self) -> None:
         self._conversation.ended()

@@ -10,7 +10,9 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import msgspec
 import pytest
+from tests.simulation.machine.disks import DIRECTORY, Disk
 from tests.simulation.machine.halves import TRANSPORT, TravellingHalves
 from tests.simulation.machine.loop import SimulatedLoop
 from tests.simulation.machine.memory import Memory, simulated_volume
@@ -71,11 +73,19 @@ def server_on(
     memories: Sequence[Memory],
     halves: Sequence[TravellingHalves],
     copies: int,
+    spill_capacity: int,
     keeper: KeeperLink | None = None,
 ) -> Server:
-    """A server of its own that does not listen anywhere; with a keeper, the next life of one."""
+    """A server of its own that does not listen anywhere; with a keeper, the next life of one.
+
+    ``spill_capacity``: what of it is not pinned may be spilled; 0: it has no disk.
+    """
     server = copy.copy(_pattern())
     server._keeper = keeper
+    if spill_capacity:
+        there = {"spill": DIRECTORY, "spill_capacity": spill_capacity, "when_full": "spillable"}
+        server.options = msgspec.structs.replace(server.options, **there)
+        server._spill_file = server._open_spill_file()
     server.conversations = _InOrder()
     server.connections = set()
     server.refusals = Refusals()
@@ -86,6 +96,7 @@ def server_on(
         simulated_volume(at, memory, half, server.topology, (TRANSPORT,))
         for at, (memory, half) in enumerate(zip(memories, halves, strict=True))
     ]
+    server._volumes = volumes  # type: ignore[assignment]  # which have the descriptors
     server._begin(volumes)
     loop.forget_timer(server._sample_rate)  # what it does every second is of no interest
     # The controller has been given the method of the class: let a world take its place.
@@ -94,7 +105,7 @@ def server_on(
 
 
 @contextmanager
-def running(loop: SimulatedLoop, processes: Processes) -> Iterator[None]:
+def running(loop: SimulatedLoop, processes: Processes, disk: Disk | None) -> Iterator[None]:
     """While the loop is the one that asyncio knows, there are no other clocks and processes than
     simulated ones, no number is random, and nothing is logged.
     """
@@ -109,6 +120,8 @@ def running(loop: SimulatedLoop, processes: Processes) -> Iterator[None]:
             for module in (recorded, returning):
                 patch.setattr(module, "started", processes.started)
             patch.setattr(returning, "ProcessWatch", processes.watch)
+            if disk is not None:
+                disk.install(patch)
             yield
             loop.end()
     finally:

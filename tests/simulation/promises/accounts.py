@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+from tests.simulation.machine.disks import PAGE
 from tests.simulation.promises.violations import Violation
 
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.records import SessionRecord, Value, all_values
 from torchstore_core.server.memory.allocator import ALIGNMENT
+from torchstore_core.server.spilling.policy import State, Tracked
 
 __all__ = ["check_accounts"]
 
@@ -59,6 +63,7 @@ def check_accounts(controller: Controller) -> None:
                     pins[id(leased)] = pins.get(id(leased), 0) + 1
     if controller.spilling.active:
         _check_tracked(controller, values)
+        _check_disk(controller)
     if catalog.held:
         _check_holds(controller, sessions)
     for volume in controller.volumes:
@@ -85,12 +90,41 @@ def _check_holds(controller: Controller, sessions: list[SessionRecord]) -> None:
 
 
 def _check_tracked(controller: Controller, values: dict[int, Value]) -> None:
-    """What may be evicted is there, and adds up."""
+    """What may leave memory is there, and adds up."""
     residency = controller.spilling.values
     there = [one for one in values.values() if residency.find(one) is not None]
     nbytes = sum([one.nbytes for one in there])
     if len(there) != len(residency) or nbytes > sum(residency.bytes_of.values()):
-        raise Violation("accounts", f"{len(residency)} values may be evicted, not {len(there)}")
+        raise Violation("accounts", f"{len(residency)} values may leave memory, not {len(there)}")
+
+
+def _tracked(controller: Controller) -> list[Tracked]:
+    """All that has a place on the disk, or in memory, because it may leave memory."""
+    mover = controller.spilling._mover
+    reading = [] if mover is None else [one for one in mover.reading if one.gone]
+    return [*controller.spilling.values.all(), *reading]
+
+
+def _check_disk(controller: Controller) -> None:
+    """What is on disk lies there alone. (Nobody knows what is written for nothing.)"""
+    mover = controller.spilling._mover
+    if mover is None:
+        return
+    pages: set[int] = set()
+    parts: list[tuple[int, int]] = []
+    for one in _tracked(controller):
+        if one.extent is None:
+            continue
+        for start, size in one.extent.runs:
+            pages.update(range(start, start + size, PAGE))
+        if len(one.extent.runs) == 1:
+            begin = one.extent.runs[0][0] + one.extent.head
+            parts.append((begin, begin + one.extent.nbytes))
+    parts.sort()
+    if any(end > start for (_, end), (start, _) in pairwise(parts)):
+        raise Violation("accounts", f"two values lie in the same part of the disk: {parts}")
+    if len(pages) * PAGE > mover.file.used:
+        raise Violation("accounts", f"{mover.file.used} bytes of the disk are in use, not {pages}")
 
 
 def _check_volume(
@@ -104,9 +138,22 @@ def _check_volume(
     allocator = volume.allocator
     inline = leased = used = 0
     ranges = allocator.free_ranges()
+    away: set[int] = set()
+    if controller.spilling.active:
+        for one in _tracked(controller):
+            if one.state in (State.ON_DISK, State.READING):
+                away.add(id(one.value))
+            if one.state is State.READING and one.place[0] == index:
+                if one.is_inline:
+                    inline += one.nbytes
+                else:
+                    ranges.append((one.place[1], one.nbytes))
+                    used += one.nbytes
     for number, value in values.items():
         if value.pins != pins.get(number, 0):
             raise Violation("accounts", f"{value} has {pins.get(number, 0)} leases")
+        if number in away:
+            continue
         if value.data is not None:
             if value.volume == index:
                 inline += value.nbytes

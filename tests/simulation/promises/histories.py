@@ -46,7 +46,7 @@ class Call:
         self.client = client
         self.started = started
         self.ended: int | None = None
-        self.begun = 0
+        self.begun = 0.0
         self.at = 0.0
         self.code = ""
         self.result: Any = None
@@ -58,6 +58,12 @@ class Call:
     def reached(self, point: int) -> None:
         """The server has a request of it."""
         self.begun = self.begun or point
+        self.at = point
+
+    def happened(self, point: float) -> None:
+        """The server has delayed its last request until now."""
+        if self.begun == self.at:
+            self.begun = point
         self.at = point
 
     def answered_at(self, point: float) -> None:

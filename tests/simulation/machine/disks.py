@@ -1,0 +1,153 @@
+"""A disk to spill to, and the threads that read and write it, in turn with everything else.
+
+The mover and the spill file are the real ones. Only their units are small, so that a few values
+fill pages of the file, some of a page and some of several, and are moved in several jobs.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.simulation.machine.memory import LINE, Memory
+
+from torchstore_core.server import server
+from torchstore_core.server.spilling import moves, spill_file, spilling
+from torchstore_core.server.spilling.spill_file import Extent, SpillFile
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+__all__ = ["DIRECTORY", "PAGE", "Disk", "MappedMemory"]
+
+PAGE = 4 * LINE
+#: The file is said to be here; it has no name.
+DIRECTORY = str(Path(__file__).parent)
+
+_Job = Callable[[], Callable[[], None]]
+
+
+class MappedMemory(Memory):
+    """A segment that has a descriptor."""
+
+    def __init__(self, capacity: int) -> None:
+        self.fd = os.memfd_create("memory")
+        os.ftruncate(self.fd, capacity + -capacity % mmap.PAGESIZE)
+        self.bytes = mmap.mmap(self.fd, capacity)  # type: ignore[assignment]
+        self.warm = capacity
+
+    def close(self) -> None:
+        """Nothing is left of it."""
+        self.bytes.close()  # type: ignore[attr-defined]
+        os.close(self.fd)
+
+
+class Disk:
+    """The disk of one run.
+
+    Attributes:
+        files: those that are open.
+        refusals: how many more writes fail, because others have filled it.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._numbers: dict[str, int] = {}
+        self.files: list[SpillFile] = []
+        self.refusals = 0
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        """Servers use this disk, and threads that take turns."""
+        patch.setattr(server, "SpillFile", functools.partial(_File, self))
+        patch.setattr(moves, "Workers", functools.partial(_Threads, self))
+        for module in (moves, spill_file):
+            patch.setattr(module, "_PAGE", PAGE)
+        patch.setattr(spill_file, "PIECE", 2 * PAGE)
+        patch.setattr(moves, "_SMALL", LINE)
+        patch.setattr(moves, "_LEAST_PIECES", 1)
+        patch.setattr(moves, "_BATCH", 2 * PAGE)
+        patch.setattr(moves, "_MOST_TOGETHER", 3)
+        patch.setattr(moves, "_MOST_AT_ONCE", 4)
+        patch.setattr(spilling, "_MOST_AT_ONCE", 2)
+
+    def close(self) -> None:
+        """Nothing is left of it, also if a server has not got far."""
+        for file in list(self.files):
+            file.close()
+
+    def turn(self, name: str, run: Callable[[], None]) -> None:
+        """Let a thread go on, some time."""
+        number = self._numbers[name] = self._numbers.get(name, 0) + 1
+        self._world.once((name, number), run)
+
+
+class _File(SpillFile):
+    """A file on a disk that may refuse writes."""
+
+    def __init__(
+        self, disk: Disk, directory: str, capacity: int | None, fd: int | None = None
+    ) -> None:
+        self._disk = disk
+        super().__init__(directory, capacity, os.memfd_create("disk") if fd is None else fd)
+        disk.files.append(self)
+
+    def close(self) -> None:
+        self._disk.files.remove(self)
+        super().close()
+
+    @property
+    def left(self) -> int:
+        return 0 if self._disk.refusals else self.free
+
+    def _write(self, view: memoryview, extent: Extent, at: int) -> None:
+        if self._disk.refusals:
+            self._disk.refusals -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super()._write(view, extent, at)
+
+
+class _Threads:
+    """As ``Workers``: jobs begin in their order, and end in any."""
+
+    def __init__(
+        self,
+        disk: Disk,
+        name: str,
+        count: int,
+        nice: int,
+        soon: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._disk = disk
+        self._name = name
+        self._idle = count
+        self._soon = soon
+        self._jobs: deque[_Job] = deque()
+        self._closed = False
+
+    def submit(self, job: _Job) -> None:
+        self._jobs.append(job)
+        self._begin()
+
+    def hurry(self) -> None:
+        """They have no priorities."""
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _begin(self) -> None:
+        if self._idle and self._jobs:
+            self._idle -= 1
+            self._disk.turn(self._name, functools.partial(self._do, self._jobs.popleft()))
+
+    def _do(self, job: _Job) -> None:
+        if not self._closed:
+            self._soon(job())
+            self._idle += 1
+            self._begin()
