@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from tests.support import until
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchstore_snapshot import (
@@ -26,6 +27,8 @@ from torchstore_snapshot.converting import convert
 from torchstore_snapshot.dcp import SnapshotStorageWriter
 from torchstore_snapshot.format.paths import MANIFEST
 from torchstore_snapshot.ranks import Ranks
+from torchstore_snapshot.series.claims import Claim, claims_in
+from torchstore_snapshot.storage.local import LocalStorage
 from torchstore_snapshot.taking.take import TakeOptions, prepare, write
 
 MAP = "m.safetensors.index.json"
@@ -193,6 +196,29 @@ def test_a_conversion_beside_the_map_of_another_model(tmp_path: Path) -> None:
     with pytest.raises(ForeignFileError, match=path.name):
         convert(tmp_path / "source", tmp_path / "s")
     assert contents(tmp_path / "s") == {path.name: THEIRS}
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+async def test_one_take_after_the_other_replaces_a_snapshot(tmp_path: Path, earlier: bool) -> None:
+    """What another take, which began earlier or later, has committed just before is removed."""
+    storage = LocalStorage(tmp_path / "s")
+    storage.prepare(durable=False)
+    other = Claim(storage, ("0" if earlier else "f") * 12 + "-00000000")
+    other.commits(True)
+    Snapshot.take(tmp_path / "1", state(1), fsync=False)
+    with ThreadPoolExecutor(1) as pool:
+        begun = pool.submit(take, "take", tmp_path / "s", 2, overwrite=True)
+        if earlier:
+            await until(lambda: [*(tmp_path / "s").glob("m-*.safetensors")], 60)
+        else:
+            await until(lambda: sum(record.commits for record, _ in claims_in(storage)) == 2, 60)
+        for path in sorted((tmp_path / "1").iterdir()):
+            path.rename(tmp_path / "s" / path.name)
+        other.release()
+        begun.result(60)
+    (file,) = Snapshot(tmp_path / "s").manifest.files
+    assert contents(tmp_path / "s").keys() == {MANIFEST, MAP, file.name}
+    assert float(Snapshot(tmp_path / "s").read_object("m/w")[0]) == 2.0
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

@@ -116,3 +116,10 @@ async def test_tied_shards_are_written_once(store: ts.Client, tmp_path: Path) ->
     assert entries["embed"].pieces == entries["head"].pieces  # type: ignore[union-attr]
     (file,) = snapshot.manifest.files
     assert file.nbytes < WHOLE.nbytes + 10_000
+    await ts.shutdown()
+    again = await ts.initialize(**SMALL)
+    await load_into_store(tmp_path / "s")
+    assert (await again.stat("tied")).nbytes == WHOLE.nbytes
+    back = await again.get_state_dict("tied")
+    assert torch.equal(back["embed"], WHOLE)
+    assert back["embed"] is back["head"]

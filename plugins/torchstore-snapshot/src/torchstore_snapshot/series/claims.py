@@ -46,6 +46,7 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
         after: the sequence of the snapshot that this one refers to, so that its own is greater.
         retires: this is no take, but a program that is about to make the snapshot of that take
             invisible; see :mod:`.retiring`.
+        commits: the take is about to replace what is there, and others wait for it.
     """
 
     take: str
@@ -56,6 +57,7 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     lost: bool = False
     after: int = 0
     retires: str = ""
+    commits: bool = False
 
 
 _records = msgspec.json.Decoder(Record)
@@ -194,6 +196,11 @@ class Claim:
         return claim
 
     @property
+    def take(self) -> str:
+        """The id of the take."""
+        return self._record.take
+
+    @property
     def after(self) -> int:
         """The sequence of the snapshot that the take refers to; 0 if there is none."""
         return self._record.after
@@ -204,6 +211,17 @@ class Claim:
         """
         with self._lock:
             self._record = msgspec.structs.replace(self._record, files=tuple(files), after=after)
+            self._publish()
+
+    def commits(self, value: bool) -> None:
+        """Say whether the take is about to replace what is there; see :func:`.retiring.await_turn`.
+
+        Raises:
+            TakeLostError: others have given this take up.
+        """
+        with self._lock:
+            self._found()
+            self._record = msgspec.structs.replace(self._record, commits=value)
             self._publish()
 
     def stop(self) -> None:

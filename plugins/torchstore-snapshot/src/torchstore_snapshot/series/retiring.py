@@ -26,8 +26,8 @@ from torchstore_snapshot.series.claims import GRACE_S, Claim, claims_in
 from torchstore_snapshot.storage.base import FileInfo, Storage
 from torchstore_snapshot.storage.opening import read_manifest
 
-__all__ = ["await_retirement", "delete_map", "forget_claims", "mend_maps", "retire", "stale_maps"]
-__all__ += ["sweep_map"]
+__all__ = ["await_retirement", "await_turn", "delete_map", "forget_claims", "mend_maps", "retire"]
+__all__ += ["stale_maps", "sweep_map"]
 
 # Whoever has not removed a manifest by then does not do it any more, but others still wait.
 _RETIRES_S = 30.0
@@ -173,6 +173,34 @@ def await_retirement(folder: Storage) -> None:
                 details={"path": folder.url},
             )
         time.sleep(_PAUSE_S)
+
+
+def await_turn(folder: Storage, claim: Claim) -> None:
+    """Wait until no other take is about to replace the snapshot in a folder, so that each one knows
+    which one it replaces. Called by a take that may replace one; its turn ends with its claim.
+
+    Each says that it is about to, and then looks for others. If two see each other, the one that
+    began later takes back what it has said. Whoever has waited for a minute, for a take that does
+    not go on, goes on: if that one does, too, files may be left that gc collects.
+
+    Raises:
+        TakeLostError: the take was given up by a garbage collection.
+    """
+    deadline = time.monotonic() + _WAITS_S
+    claim.commits(True)
+    while (others := _committing(folder, claim.take)) and time.monotonic() < deadline:
+        if min(others) < claim.take:
+            claim.commits(False)
+            while time.monotonic() < deadline and _committing(folder, claim.take):
+                time.sleep(_PAUSE_S)
+            claim.commits(True)
+        else:
+            time.sleep(_PAUSE_S)
+
+
+def _committing(folder: Storage, take: str) -> list[str]:
+    """The other takes that are about to replace the snapshot in a folder."""
+    return [r.take for r, lives in claims_in(folder) if lives and r.commits and r.take != take]
 
 
 def forget_claims(folder: Storage, manifest: Manifest) -> None:

@@ -12,7 +12,12 @@ from torchstore_snapshot.format.weight_maps import weight_maps
 from torchstore_snapshot.series.claims import Claim
 from torchstore_snapshot.series.counting import next_sequence
 from torchstore_snapshot.series.gc import remove_replaced
-from torchstore_snapshot.series.retiring import await_retirement, delete_map, forget_claims
+from torchstore_snapshot.series.retiring import (
+    await_retirement,
+    await_turn,
+    delete_map,
+    forget_claims,
+)
 from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.taking.preparing import TakeOptions
 from torchstore_snapshot.taking.replacing import refuse_foreign_maps, replaced
@@ -39,21 +44,18 @@ def publish(
         OSError: the storage failed. There is no snapshot then, or still the one before.
     """
     take = manifest.take
-    before = replaced(storage) if options.overwrite else None
     maps = weight_maps(manifest)
     refuse_foreign_maps(storage, [*maps])
     if options.fsync:
         _flush_reused(storage, manifest)
+    if claim is not None:
+        if options.overwrite:
+            await_turn(storage, claim)
+        claim.check()
+    before = replaced(storage) if options.overwrite else None
+    await_retirement(storage)
     if before is not None:
         forget_claims(storage, before)
-    if claim is not None:
-        claim.check()
-    await_retirement(storage)
-    if options.overwrite and storage.replaces:
-        late = replaced(storage)
-        if late is not None and (before is None or late.take != before.take):
-            before = late  # another take was faster, and has removed the one before
-            forget_claims(storage, before)
     sequence = next_sequence(storage, claim.after if claim is not None else 0)
     manifest = msgspec.structs.replace(manifest, sequence=sequence)
     try:
@@ -72,19 +74,13 @@ def publish(
     try:
         for name, data in maps.items():
             storage.publish(name, data, take=take, overwrite=True, durable=options.fsync)
+        for name in weight_maps(before).keys() - maps.keys() if before is not None else ():
+            delete_map(storage, name)
     finally:
         if claim is not None:
             claim.release()
     if before is not None:
-        for name in weight_maps(before).keys() - maps.keys():
-            delete_map(storage, name)
         remove_replaced(storage, before)
-    if options.overwrite and storage.replaces:
-        now = replaced(storage)  # another take may have replaced this one, without seeing it
-        if now is not None and now.take != take:
-            for name, data in weight_maps(now).items():  # which were written first
-                storage.publish(name, data, take=now.take, overwrite=True, durable=options.fsync)
-            remove_replaced(storage, manifest)
 
 
 def _flush_reused(storage: Storage, manifest: Manifest) -> None:

@@ -33,6 +33,7 @@ from torchstore_core.clients.transfer.sources import (
 from torchstore_core.clients.values import nesting
 from torchstore_core.clients.values.plain import look
 from torchstore_core.clients.values.sharding import (
+    ShardList,
     TensorShard,
     is_distributed,
     ranks_of,
@@ -266,6 +267,8 @@ def _digest(sources: Sequence[Source]) -> str:
 
 def _meta_with(value: Any, dtype: torch.dtype | None) -> TensorMeta:
     """The metadata with which the entry would be stored."""
+    if isinstance(value, ShardList):
+        value = value[0]
     if isinstance(value, TensorShard):
         shape, own = value.tensor_slice.global_shape, value.tensor.dtype
     else:

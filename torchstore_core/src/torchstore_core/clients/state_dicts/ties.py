@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchstore_core.clients.values.sharding import TensorShard, is_dtensor
+from torchstore_core.clients.values.sharding import ShardList, TensorShard, is_dtensor
 
 __all__ = ["PLAIN", "Ties", "are_apart", "shared"]
 
@@ -28,7 +28,9 @@ class Ties:
         """The mark of the first such tensor. If there is none, store ``mark`` and return None."""
         tensor = value
         if type(value) not in PLAIN:
-            if isinstance(value, TensorShard):
+            if isinstance(value, ShardList):
+                tensor = value[0].tensor if value else None
+            elif isinstance(value, TensorShard):
                 tensor = value.tensor
             elif is_dtensor(value):
                 tensor = value.to_local().detach()
@@ -71,6 +73,8 @@ def are_apart(values: Sequence[Any]) -> bool:
 
 def _identity(value: Any) -> object:
     """A hashable value that is equal for tensors at one address with the same elements."""
+    if isinstance(value, ShardList):
+        return tuple(map(_identity, value))
     if isinstance(value, TensorShard):
         return _identity(value.tensor), repr(value.tensor_slice)
     if is_dtensor(value):
