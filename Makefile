@@ -27,6 +27,8 @@ WHEELS ?=
 # Far more than there are cores: most tests wait for other processes, for time-outs and for disks.
 TEST_PROCESSES ?= 6
 
+unexport PYTHONDONTWRITEBYTECODE
+
 .DELETE_ON_ERROR:
 .PHONY: help setup demo test test-all all-tests check format bench simulate soak clean
 
@@ -45,8 +47,8 @@ help:
 setup: $(STAMP)
 
 # torch goes first and alone: what comes after depends on it and must not choose another build of it.
-# Sources are compiled here, for those whose environment says PYTHONDONTWRITEBYTECODE: the tests start
-# hundreds of interpreters.
+# Sources are compiled here, because the tests start hundreds of interpreters, and so is what pytest
+# makes of the tests' assertions: otherwise each of its processes would do that for itself, for 5 s.
 $(STAMP): $(SETUP_INPUTS)
 	@$(PYTHON) -c 'import sys; sys.exit("torchstore needs Python >= 3.11; set PYTHON=..." if sys.version_info < (3, 11) else 0)'
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { rm -rf $(VENV) && $(PYTHON) -m venv $(VENV); }
@@ -68,6 +70,7 @@ $(STAMP): $(SETUP_INPUTS)
 		-e ./plugins/torchstore-snapshot
 	$(BIN)/python -m compileall -q $(addsuffix /src,$(DISTS)) tests benchmarks
 	$(if $(wildcard $(WHEELS)/torchcomms-*.whl),$(PIP) install --no-deps $(wildcard $(WHEELS)/torchcomms-*.whl))
+	-$(BIN)/python -m pytest --collect-only -qq >/dev/null
 	@touch $@
 
 demo: $(STAMP)
