@@ -291,13 +291,13 @@ async def test_the_end_of_a_keeper_is_a_typed_error(both: bool) -> None:
             os.kill(keeper, signal.SIGSTOP)
             kill(pid)
         kill(keeper)
+        await until(lambda: not is_running(pid))  # it is killed when the keeper has ended
         says = r"'torchstore' .*is gone, and so is its keeper.*what it had is lost.*`await"
         with pytest.raises(ts.StoreClosedError, match=says):
             await ts.get("k")
         with pytest.raises(ts.StoreClosedError, match=says):
             await waiting
         assert mapped.sum() == 0
-        await until(lambda: not is_running(pid))
         directory = directory_of(store.address)
     assert not directory.exists()
 
