@@ -207,6 +207,10 @@ static int move_all(int fd, Progress at, int64_t left, char *buffer, int sending
     return failed;
 }
 
+/* Where short rows are gathered. It stays, because a server returns large blocks to the system when
+   they are freed, and would get new pages for each transfer. */
+static _Thread_local char packed[BUFFER];
+
 /* transfer(fd, rows, sending, more): see _native.pyi. */
 PyObject *torchstore_transfer(PyObject *self, PyObject *args) {
     Py_buffer view;
@@ -220,7 +224,6 @@ PyObject *torchstore_transfer(PyObject *self, PyObject *args) {
     }
     Progress at = {view.buf, view.len / (Py_ssize_t)(4 * sizeof(int64_t)), 0, 0, 0};
     int64_t left = 0, total = 0;
-    char *buffer = NULL;
     int packs = 0;
     for (Py_ssize_t one = 0; one < at.count; one++) {
         Grid grid = at.grids + 4 * one;
@@ -228,14 +231,9 @@ PyObject *torchstore_transfer(PyObject *self, PyObject *args) {
         left += grid[1] * grid[2];
         packs = packs || is_short(grid);
     }
-    if (packs && (buffer = PyMem_RawMalloc(BUFFER)) == NULL) {
-        PyBuffer_Release(&view);
-        return PyErr_NoMemory();
-    }
     Py_BEGIN_ALLOW_THREADS
-    failed = move_all(fd, at, left, buffer, sending, more, &total);
+    failed = move_all(fd, at, left, packs ? packed : NULL, sending, more, &total);
     Py_END_ALLOW_THREADS
-    PyMem_RawFree(buffer);
     PyBuffer_Release(&view);
     if (failed) {
         errno = failed;
