@@ -55,6 +55,8 @@ def fail(method: str) -> None:
 class ForeignLink(MailboxLink):
     """Fails in the middle: half of the copies have been moved."""
 
+    _looked = False
+
     @classmethod
     async def connect(cls, offer: bytes, context: LinkContext) -> Any:
         fail("connect")
@@ -72,6 +74,11 @@ class ForeignLink(MailboxLink):
         await super().read(copies[: len(copies) // 2])
         fail("read")
         await super().read(copies[len(copies) // 2 :])
+
+    def progress(self) -> int:
+        fail("progress again" if self._looked else "progress")
+        self._looked = True
+        return super().progress()
 
     def close(self) -> None:
         super().close()

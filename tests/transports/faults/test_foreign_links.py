@@ -14,11 +14,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from tests.support import SMALL, running_store, until
 from tests.transports import foreign
-from tests.transports.asking import nothing_unfinished
+from tests.transports.asking import ask, nothing_unfinished
+from tests.transports.mailbox import Letter
 
 import torchstore_core as ts
 
@@ -158,6 +160,25 @@ async def test_abilities_that_fail(
             assert torch.equal(await asyncio.wait_for(client.get("t"), 20), large)
         assert foreign.state["failed"]
         await until(lambda: nothing_unfinished(client), 10)
+
+
+@pytest.mark.parametrize("method", ["progress", "progress again"])
+@pytest.mark.parametrize("fault", ["OSError", "CancelledError"])
+async def test_progress_that_fails(
+    addresses: dict[str, str], faulty: Callable[[str, str], None], method: str, fault: str
+) -> None:
+    """As a transfer to another host begins, and while it waits for its peer."""
+    async with joined(addresses["first"], prefer=["foreign"], block=OTHERS, timeout=20) as client:
+        await client.put_batch(VALUES)
+        await ask(client, Letter("slow"), "foreign")
+        (volume,) = (await client._joined.session(10)).volumes
+        volume.context = msgspec.structs.replace(volume.context, same_host=False)
+        faulty(method, fault)
+        with pytest.warns(RuntimeWarning, match="'foreign'.*its link"):
+            got = await client.get_batch(list(VALUES))
+        assert foreign.state["failed"] == 1
+        for name, value in VALUES.items():
+            assert torch.equal(got[name], value)
 
 
 async def test_links_that_fail_again_and_again_leave_nothing(

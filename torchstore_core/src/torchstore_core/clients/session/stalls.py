@@ -12,8 +12,9 @@ from collections.abc import Awaitable
 from typing import TypeVar
 
 from torchstore_core.clients.session.abilities import has_progress
+from torchstore_core.clients.session.link_errors import link_errors
 from torchstore_core.contracts.transport import Link, SupportsProgress
-from torchstore_core.errors import TransportError
+from torchstore_core.errors import StoreClosedError, TransportError
 from torchstore_core.plugins.ranking import Candidate
 
 __all__ = ["StallWatch"]
@@ -51,30 +52,41 @@ class StallWatch:
         self._link: Link | SupportsProgress | None = None
         self._progress = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._failed: TransportError | StoreClosedError | None = None
 
     def on_link(self, link: Link) -> None:
-        """The link has been connected, and begins to move the bytes."""
+        """The link has been connected, and begins to move the bytes.
+
+        Raises:
+            TransportError: it cannot tell its progress.
+        """
         self._moved_at = time.perf_counter()
         self._link = link
         if has_progress(link):
-            self._progress = link.progress()
+            with link_errors():
+                self._progress = link.progress()
         else:
             self._limit_s = max(self._limit_s, self._slow_s)
 
     def still_s(self) -> float:
-        """Return for how many seconds nothing has been seen to move."""
+        """Return for how many seconds nothing has been seen to move.
+
+        Raises:
+            TransportError: the link cannot tell its progress.
+        """
         now = time.perf_counter()
         if has_progress(self._link):
-            progress = self._link.progress()
-            if progress != self._progress:
-                self._progress, self._moved_at = progress, now
+            with link_errors():
+                progress = self._link.progress()
+                if progress != self._progress:
+                    self._progress, self._moved_at = progress, now
         return now - self._moved_at
 
     async def until_stalled(self, work: Awaitable[T]) -> T:
         """Await the transfer. If it stalls, cancel it, and wait until it has ended.
 
         Raises:
-            TransportError: it has stalled.
+            TransportError: it has stalled, or its link cannot tell its progress.
         """
         try:
             async with asyncio.timeout(None) as limit:
@@ -87,7 +99,7 @@ class StallWatch:
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            raise self._stalled() from error
+            raise self._failed or self._stalled() from error
 
     def at_deadline(self) -> TransportError | None:
         """The transfer was cancelled. Return the link's error if that was because the operation's
@@ -102,8 +114,12 @@ class StallWatch:
 
     def _look(self, limit: asyncio.Timeout) -> None:
         """Expire the limit if nothing has moved for too long, else look again later."""
-        left = self._limit_s - self.still_s()
-        if left > 0 or self._last:
+        left = 0.0
+        try:
+            left = self._limit_s - self.still_s()
+        except (TransportError, StoreClosedError) as error:
+            self._failed = error
+        if self._failed is None and (left > 0 or self._last):
             pause = _LOOK_S if self._last else min(left, _LOOK_S)
             self._timer = asyncio.get_running_loop().call_later(pause, self._look, limit)
         else:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchstore_core.clients.transfer.link_errors import link_errors
+from torchstore_core.clients.session.link_errors import link_errors
 from torchstore_core.clients.transfer.moves import GetBatch, contiguous_start
 from torchstore_core.clients.transfer.targets import MAP_MIN, Target, TargetPiece
 from torchstore_core.clients.values.tensors import from_buffer

@@ -15,8 +15,8 @@ import msgspec
 import torch
 
 from torchstore_core.clients.session.abilities import has_registration
+from torchstore_core.clients.session.link_errors import link_errors
 from torchstore_core.clients.transfer import cuda
-from torchstore_core.clients.transfer.link_errors import link_errors
 from torchstore_core.clients.transfer.moves import Batch, Columns, Move, TensorMove
 from torchstore_core.clients.values.tensors import (
     address_of,

@@ -12,8 +12,8 @@ from itertools import count
 
 import torch
 
+from torchstore_core.clients.session.link_errors import link_errors
 from torchstore_core.clients.transfer import cuda
-from torchstore_core.clients.transfer.link_errors import link_errors
 from torchstore_core.clients.transfer.moves import Batch, Columns, Move, Rows, Run, TensorMove
 from torchstore_core.clients.transfer.staging import CopyPlan, adapt, planned, unpack
 from torchstore_core.clients.transfer.targets import narrow
