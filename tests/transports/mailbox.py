@@ -63,6 +63,7 @@ class MailboxServer(TransportServer):
         self._peers: set[bytes] = set()
         self._odd: dict[bytes, str] = {}
         self._written = 0
+        self._let_go = asyncio.Event()
 
     async def start(self, context: ServerContext, segments: Sequence[Segment]) -> bytes:
         self._segments = {segment.id: segment for segment in segments}
@@ -82,6 +83,9 @@ class MailboxServer(TransportServer):
                 time.sleep(1000)
             case "fail":
                 raise ValueError("a fault of the half")
+            case "let go":
+                self._let_go.set()
+                return b""
             case "nothing":
                 return None  # type: ignore[return-value]
             case "disconnect fails" | "disconnect hangs" | "close fails" | "no count" | "slow":
@@ -118,7 +122,7 @@ class MailboxServer(TransportServer):
             case "disconnect fails" | "close fails":
                 raise ValueError("a fault of the half")
             case "disconnect hangs":
-                await asyncio.Event().wait()
+                await self._let_go.wait()
         for letter in self._held.pop(peer, []):
             self._write(letter)
             Path(os.environ[GATE]).with_suffix(".held").unlink(missing_ok=True)

@@ -169,16 +169,24 @@ async def test_a_half_that_cannot_end_a_client_is_closed_and_the_others_end_it(
         assert await volume.handshake(b"one", "mailbox-apart", who)
 
 
-async def test_a_half_that_does_not_end_a_client_is_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_half_that_is_slow_to_end_a_client_serves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """And the memory of that client waits for as long, but other halves end it at once."""
     monkeypatch.setattr("torchstore_core.server.memory.volume._DISCONNECT_S", 0.1)
     async with _volume(tmp_path) as volume:
-        fault = msgspec.msgpack.encode(Letter("disconnect hangs"))
-        await volume.handshake(b"one", "mailbox", fault)
-        await asyncio.wait_for(volume.disconnect(b"one"), 10)
-        with pytest.raises(ts.TransportUnavailableError, match="does not serve"):
-            await volume.handshake(b"one", "mailbox", fault)
+        for name, what in (("mailbox", "disconnect hangs"), ("mailbox-apart", "who")):
+            await volume.handshake(b"one", name, msgspec.msgpack.encode(Letter(what)))
+        ending = asyncio.ensure_future(volume.disconnect(b"one"))
+        await until(lambda: "mailbox is slow to disconnect a client" in caplog.text, 10)
+        apart = volume._halves["mailbox-apart"]
+        await until(lambda: not apart.registered(0), 10)
+        who = msgspec.msgpack.encode(Letter("who"))
+        assert await volume.handshake(b"two", "mailbox", who)
+        assert not ending.done()
+        await volume.handshake(b"two", "mailbox", msgspec.msgpack.encode(Letter("let go")))
+        await asyncio.wait_for(ending, 10)
+        assert await volume.handshake(b"one", "mailbox", who)
 
 
 async def test_handshakes_of_a_client_that_disconnects_end(
@@ -252,10 +260,9 @@ async def test_a_client_cannot_fill_the_server_with_handshakes(
 
 
 async def test_what_waits_for_the_end_of_writes_is_done_in_order_by_one_task(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """Also if one of it fails: a client may abort as often as it likes meanwhile."""
-    monkeypatch.setattr("torchstore_core.server.memory.volume._DISCONNECT_S", 0.5)
     async with _volume(tmp_path) as volume:
         handshakes, session = _served(volume)
         data = msgspec.msgpack.encode(Letter("disconnect hangs"))
@@ -268,6 +275,8 @@ async def test_what_waits_for_the_end_of_writes_is_done_in_order_by_one_task(
         for number in range(10_000):
             handshakes.settle(session, [(0, "")], functools.partial(done.append, number))
         assert len(asyncio.all_tasks()) == before
+        assert not done
+        await volume.handshake(b"other", "mailbox", msgspec.msgpack.encode(Letter("let go")))
         await until(lambda: done == list(range(10_000)), 10)
 
 

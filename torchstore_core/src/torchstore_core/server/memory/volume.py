@@ -26,7 +26,7 @@ __all__ = ["Volume", "default_capacity", "default_prefault"]
 log = logging.getLogger(__name__)
 
 _GIB = 1 << 30
-# How long a half may take to disconnect a client before it is closed, and how long to close.
+# How long a half may take to disconnect a client before there is a warning, and how long to close.
 _DISCONNECT_S = 10.0
 _CLOSE_S = 4.0
 # Longest reason for which clients are told that a transport is not served.
@@ -178,7 +178,8 @@ class Volume:
 
     async def disconnect(self, peer: bytes, transport: str = "") -> None:
         """Return once the transport's half (all halves if ``transport`` is empty) has nothing under
-        way for ``peer``. A half that cannot disconnect the client is closed.
+        way for ``peer``, however long that takes: it serves other clients meanwhile. A half that
+        fails to disconnect the client is closed.
         """
         under_way = [
             (at, task)
@@ -186,23 +187,37 @@ class Volume:
             if at[0] == peer and transport in ("", at[1])
             for task in tasks
         ]
-        for name, half in list(self._halves.items()):
-            if transport not in ("", name):
-                continue
-            try:
-                async with asyncio.timeout(_DISCONNECT_S):
-                    await half.disconnect(peer)
-            except Exception as error:  # noqa: BLE001 - it may still write, so it must be closed
-                log.warning("transport %s is not served any more: %r", name, error)
-                if self._halves.get(name) is half:
-                    del self._halves[name]
-                    self._close_half(name, half)
+        await asyncio.gather(
+            *[
+                self._end_in_half(name, half, peer)
+                for name, half in self._halves.items()
+                if transport in ("", name)
+            ]
+        )
         if self._closing:  # until they have closed, these halves may write for any client
             await asyncio.wait(list(self._closing))
         for at, task in under_way:
             if task in self._handshakes.get(at, ()):  # nothing waits for its answer any more
                 self._dropped.add(task)
                 task.cancel()
+
+    async def _end_in_half(self, name: str, half: TransportServer, peer: bytes) -> None:
+        """Return once a half has disconnected a client, or is closing because it cannot."""
+        slow = asyncio.get_running_loop().call_later(
+            _DISCONNECT_S,
+            log.warning,
+            "transport %s is slow to disconnect a client; memory that it may write to is kept back",
+            name,
+        )
+        try:
+            await half.disconnect(peer)
+        except Exception as error:  # noqa: BLE001 - it may still write, so it must be closed
+            log.warning("transport %s is not served any more: %r", name, error)
+            if self._halves.get(name) is half:
+                del self._halves[name]
+                self._close_half(name, half)
+        finally:
+            slow.cancel()
 
     async def _unless_disconnected(self, at: tuple[bytes, str], answer: Awaitable[bytes]) -> bytes:
         """Await a half's answer to a handshake; raise TransportError if the client disconnects."""
