@@ -26,14 +26,16 @@ STALLED = r"'mailbox-apart'.*nothing has moved"
 
 
 @asynccontextmanager
-async def _store(timeout: float, **more: Any) -> AsyncIterator[tuple[ts.Client, int]]:
-    """A client with that time for each operation, as on another host, and the half's process."""
+async def _store(
+    timeout: float, *, same_host: bool = False, **more: Any
+) -> AsyncIterator[tuple[ts.Client, int]]:
+    """A client with that time for each operation, and the half's process."""
     async with running_store(prefer=[APART], **SMALL, **more):
         address = await ts.address()
         client = await ts.connect(address, store_name="far", prefer=[APART], timeout=timeout)
         apart = int(await ask(client, Letter("who"), APART))
         (volume,) = (await client._joined.session(10)).volumes
-        volume.context = msgspec.structs.replace(volume.context, same_host=False)
+        volume.context = msgspec.structs.replace(volume.context, same_host=same_host)
         await client.put("t", VALUE)
         yield client, apart
         await ts.shutdown("far")
@@ -60,8 +62,9 @@ async def _chosen(client: ts.Client) -> str:
     return str(entry["chosen"])
 
 
-async def test_the_next_transport_ends_the_get_and_the_first_comes_back() -> None:
-    async with _store(6.0) as (client, apart):
+@pytest.mark.parametrize("same_host", [False, True])
+async def test_the_next_transport_ends_the_get_and_the_first_comes_back(same_host: bool) -> None:
+    async with _store(6.0, same_host=same_host) as (client, apart):
         with _stopped(apart):
             with pytest.warns(RuntimeWarning, match=STALLED):
                 assert 1.9 < await _get(client) < 6
@@ -75,8 +78,9 @@ async def test_the_next_transport_ends_the_get_and_the_first_comes_back() -> Non
         await until(back, 20)
 
 
-async def test_what_was_written_in_part_is_settled_first() -> None:
-    async with _store(18.0) as (client, apart):
+@pytest.mark.parametrize("same_host", [False, True])
+async def test_what_was_written_in_part_is_settled_first(same_host: bool) -> None:
+    async with _store(18.0, same_host=same_host) as (client, apart):
         os.kill(apart, signal.SIGSTOP)
         with pytest.warns(RuntimeWarning, match=STALLED):
             await client.put("t", VALUE + 1)

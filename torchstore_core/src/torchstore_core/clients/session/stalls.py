@@ -1,4 +1,4 @@
-"""When a transfer to another host has stalled, although its transport still waits. Torch-free.
+"""When a transfer to another process has stalled, although its transport still waits. Torch-free.
 
 The limits of transports are long, because they know nothing of the operation that a transfer is a
 part of. An operation with less time than that would end without having tried the next transport.

@@ -124,7 +124,7 @@ class VolumeLinks:
         self._lock = threading.RLock()
         self._told = False
         self._closed = False
-        # Time limits of transfers to other hosts, and their event loops; keeps neither alive.
+        # Time limits of transfers to other processes, and their event loops; keeps neither alive.
         self._limits: set[Limit] = set()
         #: Why the volume's memory is lost for good; empty while the volume is alive.
         self.lost = info.lost
@@ -191,8 +191,8 @@ class VolumeLinks:
         return self._unreachable(none_left.message, none_left.details)
 
     async def until_lost(self, work: Awaitable[T], within: float) -> T:
-        """Wait for a transfer to another host, but only until the volume is lost, because such a
-        transfer may never end once that host has died; and at most ``within`` seconds.
+        """Wait for a transfer to another process, but only until the volume is lost, because such a
+        transfer may never end once its peer has died; and at most ``within`` seconds.
 
         Raises:
             TransportUnavailableError: the volume is lost.

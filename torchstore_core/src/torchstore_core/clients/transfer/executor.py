@@ -33,8 +33,8 @@ T = TypeVar("T")
 _ONE_BY_ONE = 1 << 20
 
 
-# The time that a transfer to another host may take, however long the operation's timeout is: a peer
-# that has been stopped says nothing.
+# The time that a transfer to another process may take, however long the operation's timeout is: a
+# peer that has been stopped says nothing.
 _LEAST_S = 60.0
 _SLOWEST_BYTES_PER_S = 1e6
 
@@ -116,7 +116,7 @@ async def _execute(session: Session, batch: Batch, deadline: float | None) -> Mo
             candidates = links.candidates(batch.nbytes)
             for candidate in candidates:
                 try:
-                    if links.context.same_host:
+                    if links.context.same_host and not candidate.spec.isolated:
                         mapped = await _by_candidate(session, links, candidate, batch)
                     else:
                         is_last = candidate is candidates[-1]
@@ -148,7 +148,8 @@ async def _watched(
     deadline: float | None,
     is_last: bool,
 ) -> Sequence[mapping.Mapped]:
-    """Move a batch to or from another host; what stands still has failed.
+    """Move a batch by way of another host, or of a half in a process of its own, either of which
+    may hang; what stands still has failed.
 
     If the operation's time ends while nothing moves, the next operation begins with another
     transport.
