@@ -23,6 +23,9 @@ CANCELLED = "test_after_a_cancelled_write_no_byte_moves"
 READING = "test_after_a_cancelled_read_no_byte_moves"
 SOON = "test_a_cancelled_transfer_ends_within_a_second"
 STOPPED = "test_a_stopped_half_holds_nobody_up"
+PROGRESS = "test_progress_tells_that_bytes_have_moved"
+FAILED = "test_failed_transfers_leave_nothing_behind"
+ALONE = "test_the_end_of_a_link_is_nobody_elses"
 HALF_CLOSED = "test_a_closed_server_half_refuses"
 
 
@@ -48,6 +51,10 @@ def ending(name: str) -> str:
 
 def half(name: str) -> str:
     return f"{BROKEN}.halves:plugin_{name}"
+
+
+def telling(name: str) -> str:
+    return f"{BROKEN}.telling:plugin_{name}"
 
 
 def lasting(name: str) -> str:
@@ -132,6 +139,21 @@ def _clean() -> Iterator[None]:
         (ending("Threads"), LEAKS, "threads of this process"),
         (ending("Mappings"), LEAKS, "mapped files of this process"),
         (ending("Children"), LEAKS, "child processes"),
+        (ending("Failing"), FAILED, "failed transfers left this behind: desc.* of this process"),
+        (half("Complaining"), FAILED, "failed transfers left this behind: desc.*the server half"),
+        (
+            ending("Leaving"),
+            "test_cancelled_transfers_leave_nothing_behind",
+            "cancelled transfers left this behind: descriptors of this process",
+        ),
+        (ending("Together"), ALONE, "a write .*another link was closed"),
+        (half("Forgetful"), ALONE, "a write .*you are not known"),
+        (half("Everywhere"), "test_two_network_namespaces", "listens at every address"),
+        (f"{BROKEN}.heavy:plugin", "test_its_server_half_needs_no_torch", "imports torch, and"),
+        (telling("Raising"), PROGRESS, "progress.. raised ValueError"),
+        (telling("Wordy"), PROGRESS, "'much', which is no integer"),
+        (telling("Pausing"), PROGRESS, "progress.. took .* ms: it must not block"),
+        (telling("Still"), PROGRESS, "progress.. is 0 before a write of 8 MiB, and after it"),
         (half("Hoarding"), LEAKS, "descriptors of the server half"),
         (
             lasting("Keeper"),
@@ -196,3 +218,11 @@ class TestPosting(TransportTests):
     name = "broken"
     entry = half("Posting")
     light_halves = True
+
+
+def test_a_link_that_tells_its_progress_passes() -> None:
+    made = kit(telling("Telling"))
+    try:
+        getattr(made, PROGRESS)()
+    finally:
+        made.teardown_class()

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from tests.transports.kit.broken.simple import OFFER, Plugin, SimpleLink, named
@@ -186,6 +186,41 @@ class Children(SimpleLink):
         super().__init__(*args)
         program = "import sys; sys.stdin.read()"
         _litter.append(subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE))
+
+
+class Failing(SimpleLink):
+    """Keeps a descriptor for each transfer that fails."""
+
+    async def move(self, copies: Sequence[Copy], *, write: bool) -> None:
+        try:
+            await super().move(copies, write=write)
+        except TransportError:
+            _litter.append(os.open(os.devnull, os.O_RDONLY))
+            raise
+
+
+class Leaving(SimpleLink):
+    """Keeps a descriptor for each transfer that is cancelled."""
+
+    async def stopped(self, work: asyncio.Future[None]) -> None:
+        await super().stopped(work)
+        _litter.append(os.open(os.devnull, os.O_RDONLY))
+
+
+class Together(SimpleLink):
+    """Closes all links that the process has, and so ends what they move."""
+
+    ever: ClassVar[int] = 0
+
+    async def move(self, copies: Sequence[Copy], *, write: bool) -> None:
+        closed = Together.ever
+        await super().move(copies, write=write)
+        if Together.ever != closed:
+            raise TransportError("another link was closed")
+
+    def close(self) -> None:
+        super().close()
+        Together.ever += 1
 
 
 def clean() -> None:

@@ -23,6 +23,7 @@ from torchstore_core.contracts.transport import (
 from torchstore_core.errors import TransportError, TransportUnavailableError
 
 _LETTER = 1 << 20
+_ASK = b"ask"
 
 
 class PostingLink(SimpleLink):
@@ -160,6 +161,50 @@ class Hoarding(Simple):
         return await super().handshake(peer, request)
 
 
+class Forgetful(Simple):
+    """Forgets all clients when one of them is disconnected."""
+
+    async def handshake(self, peer: bytes, request: bytes) -> bytes:
+        if request != _ASK:
+            return await super().handshake(peer, request)
+        if peer not in self.peers:
+            raise TransportError("you are not known")
+        return b""
+
+    async def disconnect(self, peer: bytes) -> None:
+        self.peers.clear()
+
+
+class AskingLink(SimpleLink):
+    """Asks before each transfer whether the client is still known."""
+
+    async def move(self, copies: Sequence[Copy], *, write: bool) -> None:
+        if self.context.handshake is not None:
+            await self.context.handshake(_ASK)
+        await super().move(copies, write=write)
+
+
+class Complaining(Simple):
+    """Keeps a descriptor for each complaint."""
+
+    async def handshake(self, peer: bytes, request: bytes) -> bytes:
+        if request == _ASK:
+            os.open(os.devnull, os.O_RDONLY)
+        return await super().handshake(peer, request)
+
+
+class ComplainingLink(SimpleLink):
+    """Tells the server half of what has failed."""
+
+    async def move(self, copies: Sequence[Copy], *, write: bool) -> None:
+        try:
+            await super().move(copies, write=write)
+        except TransportError:
+            if self.context.handshake is not None:
+                await self.context.handshake(_ASK)
+            raise
+
+
 class Anew(Simple):
     """Does not know a client again that it has disconnected."""
 
@@ -239,6 +284,19 @@ class LocalLink(SimpleLink):
             raise TransportUnavailableError(f"nobody is there: {error}") from error
 
 
+class Everywhere(Simple):
+    """Listens at every address of its host, whatever it is told."""
+
+    async def start(self, context: ServerContext, segments: Sequence[Segment]) -> bytes:
+        offer = await super().start(context, segments)
+        self.listener = socket.create_server(("", 0))
+        return offer
+
+    async def close(self) -> None:
+        await super().close()
+        self.listener.close()
+
+
 class Refusing(Simple):
     """Serves nowhere."""
 
@@ -256,6 +314,9 @@ plugin_Late = Plugin(PostingLink, Late)
 plugin_Later = Plugin(PostingLink, Later)
 plugin_Settled = Plugin(SettledLink, Late)
 plugin_Undying = Plugin(UndyingLink, Undying)
+plugin_Forgetful = Plugin(AskingLink, Forgetful)
+plugin_Complaining = Plugin(ComplainingLink, Complaining)
+plugin_Everywhere = Plugin(SimpleLink, Everywhere, everywhere, listens=True)
 plugin_Local = Plugin(LocalLink, Local, everywhere)
 
 

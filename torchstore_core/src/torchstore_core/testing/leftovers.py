@@ -10,7 +10,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +23,7 @@ __all__ = [
     "directories",
     "held_by",
     "kill_marked",
+    "listening",
     "marked",
     "private_runtime_directory",
     "state",
@@ -34,6 +35,8 @@ T = TypeVar("T", bound=Sized)
 
 #: Environment variable that identifies processes even after their parent has died.
 MARK = "CONFORMANCE_RUN"
+# The state of a listening socket, as the kernel writes it.
+_LISTENING = "0A"
 _RUNTIME_DIRECTORY = "XDG_RUNTIME_DIR"
 
 
@@ -121,6 +124,31 @@ def held_by(pid: int) -> dict[str, int]:
         }
     except OSError:  # it has ended in the meantime
         return {}
+
+
+def listening(pids: Iterable[int]) -> set[tuple[str, int]]:
+    """Return where processes listen: addresses as the kernel writes them, and ports of TCP."""
+    found: set[tuple[str, int]] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended in the meantime
+            sockets = {f"socket:[{inode}]": place for inode, place in _places(pid)}
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(FileNotFoundError):  # it was just closed
+                    link = os.readlink(f"/proc/{pid}/fd/{name}")
+                    if link in sockets:
+                        found.add(sockets[link])
+    return found
+
+
+def _places(pid: int) -> Iterator[tuple[str, tuple[str, int]]]:
+    """Yield inode, address and port of the listening sockets of a process's network namespace."""
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(FileNotFoundError):  # a host without IPv6
+            for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == _LISTENING:
+                    address, _, port = fields[1].partition(":")
+                    yield fields[9], (address, int(port, 16))
 
 
 @functools.cache

@@ -1,9 +1,11 @@
-"""The optional abilities of links, if they declare them: windows and mappings."""
+"""The optional abilities of links, if they declare them: windows, mappings and progress."""
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import mmap
+import time
 
 import pytest
 
@@ -11,11 +13,12 @@ from torchstore_core.contracts.transport import (
     Copy,
     Link,
     SupportsMap,
+    SupportsProgress,
     SupportsRegistration,
     SupportsWindow,
 )
 from torchstore_core.contracts.transport import Memory as OwnedMemory
-from torchstore_core.testing.transports.base import TransportKit, check
+from torchstore_core.testing.transports.base import TransportKit, check, fail
 from torchstore_core.testing.transports.ends.memory import Memory, pattern
 from torchstore_core.testing.transports.ends.session import Session
 
@@ -26,6 +29,10 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _FIXED = 0x10
+_MOVED = 8 << 20
+# What a call that does not block may take, at best, on a busy machine.
+_CALL_S = 20e-3
+_CALLS = 5
 
 
 def _map(nbytes: int, address: int | None = None) -> int:
@@ -41,7 +48,7 @@ class _Owner:
 
 
 class AbilityTests(TransportKit):
-    """Tests of ``window``, ``prepare`` and ``map``."""
+    """Tests of ``window``, ``prepare``, ``map`` and ``progress``."""
 
     def test_a_window_shows_the_segment(self) -> None:
         """Bytes written through the window are in the segment, and the reverse."""
@@ -93,6 +100,29 @@ class AbilityTests(TransportKit):
 
         self.with_link(endpoints, work)
 
+    def test_progress_tells_that_bytes_have_moved(self) -> None:
+        """``progress`` returns an integer, on any thread and without blocking, and another one
+        after a transfer.
+        """
+        endpoints = self.anywhere()
+
+        async def work(_: Session, link: Link) -> None:
+            reporting: object = link
+            if not isinstance(reporting, SupportsProgress):
+                pytest.skip("it does not report progress")
+            memory, offset = Memory(pattern(13, _MOVED)), endpoints.take(_MOVED)
+            last = _progress(reporting)
+            for what, move in (("write", link.write), ("read", link.read)):
+                moving = asyncio.ensure_future(move([memory.copy(offset)]))
+                await asyncio.sleep(0)
+                await asyncio.to_thread(_progress, reporting)
+                await moving
+                now = _progress(reporting)
+                check(now != last, f"progress() is {now} before a {what} of 8 MiB, and after it")
+                last = now
+
+        self.with_link(endpoints, work)
+
     def test_registered_memory_is_that_of_now(self) -> None:
         """What moves is what is at an address now: its owner, or another one, may have given the
         memory back in between, and got other memory there.
@@ -131,3 +161,19 @@ class AbilityTests(TransportKit):
             _libc.munmap(address, nbytes)
 
         self.with_link(endpoints, work)
+
+
+def _progress(link: SupportsProgress) -> int:
+    """Return the progress of a link, and check that it is quick to tell."""
+    took: list[float] = []
+    while len(took) < _CALLS and min(took, default=_CALL_S) >= _CALL_S:
+        began = time.perf_counter()
+        try:
+            found: object = link.progress()
+        except Exception as error:  # noqa: BLE001 - any one would end the store's operation
+            fail(f"progress() raised {error!r}")
+        took.append(time.perf_counter() - began)
+    check(min(took) < _CALL_S, f"progress() took {min(took) * 1e3:.0f} ms: it must not block")
+    if not isinstance(found, int):
+        fail(f"progress() returned {found!r}, which is no integer")
+    return found

@@ -6,13 +6,22 @@ import asyncio
 import gc
 import os
 import time
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 
 from torchstore_core.contracts.transport import Link
 from torchstore_core.errors import TransportError
 from torchstore_core.testing import leftovers
-from torchstore_core.testing.transports.base import TransportKit, check, run
+from torchstore_core.testing.transports.base import (
+    TransportKit,
+    check,
+    fail,
+    must_refuse,
+    outcome,
+    run,
+)
 from torchstore_core.testing.transports.ends.endpoints import Endpoints
 from torchstore_core.testing.transports.ends.memory import Memory, pattern
 from torchstore_core.testing.transports.ends.session import Session
@@ -21,6 +30,8 @@ __all__ = ["ClosingTests"]
 
 _ROUNDS = 8
 _NBYTES = 300_001
+_LONG = 12 << 20
+_ENDING = 3
 _CLOSE_S = 0.25
 _CONNECT_S = 10.0
 
@@ -126,6 +137,86 @@ class ClosingTests(TransportKit):
         left = self._grown(endpoints, before)
         check(not left, f"{2 * _ROUNDS} cancelled connects left this behind: {'; '.join(left)}")
 
+    def test_failed_transfers_leave_nothing_behind(self) -> None:
+        """What is refused costs nothing after the client has left, at either end."""
+        endpoints = self.anywhere()
+        end = endpoints.nbytes
+
+        async def fail_once() -> None:
+            async with endpoints.session() as session:
+                link = await session.connect()
+                memory = Memory(pattern(6, _NBYTES))
+                copies = [memory.copy(endpoints.take(_NBYTES)), memory.copy(end - 1)]
+                for what, move in (("write", link.write), ("read", link.read)):
+                    what = f"a {what} across the segment's end"
+                    await must_refuse(move(copies), what, _CONNECT_S)
+                link.close()
+
+        self._must_leave_nothing(endpoints, fail_once, "failed transfers")
+
+    def test_cancelled_transfers_leave_nothing_behind(self) -> None:
+        """Nor do links whose transfer was cancelled when it had just begun."""
+        endpoints = self.anywhere()
+
+        async def cancel_once() -> None:
+            async with endpoints.session() as session:
+                link = await session.connect()
+                memory, offset = Memory(pattern(7, _LONG)), endpoints.take(_LONG)
+                await link.write([memory.copy(offset, _NBYTES)])
+                moving = asyncio.ensure_future(link.write([memory.copy(offset)]))
+                await asyncio.sleep(0)
+                await asyncio.wait([moving], timeout=0)
+                moving.cancel()
+                raised = await outcome(_ended(moving), _CONNECT_S, "a cancelled write")
+                known = isinstance(raised, TransportError | asyncio.CancelledError | None)
+                check(known, f"a cancelled write raised {raised!r}, which is no TransportError")
+                link.close()
+
+        self._must_leave_nothing(endpoints, cancel_once, "cancelled transfers")
+
+    def test_the_end_of_a_link_is_nobody_elses(self) -> None:
+        """While a link moves bytes, others of the same client are closed, and other clients close
+        theirs and are disconnected. The link goes on, and so does its transfer.
+        """
+        endpoints = self.anywhere()
+
+        async def work(session: Session, link: Link) -> None:
+            memory, offset = Memory(pattern(8, _LONG)), endpoints.take(_LONG)
+            small, other_offset = Memory(pattern(9, _NBYTES)), endpoints.take(_NBYTES)
+            enough = asyncio.Event()
+
+            async def go_on() -> None:
+                while not enough.is_set():
+                    await link.write([memory.copy(offset)])
+                    await asyncio.sleep(0)
+
+            async def end(others: Session, what: str) -> None:
+                other = await others.connect()
+                await other.write([small.copy(other_offset)])
+                other.close()
+                if others is not session:
+                    await others.disconnect()
+                await asyncio.sleep(0)
+                if going.done():
+                    fail(f"a write ended at {what}: {going.exception()!r}")
+
+            going = asyncio.ensure_future(go_on())
+            for _ in range(_ENDING):
+                await end(session, "close() of another link of the client")
+                async with endpoints.session() as others:
+                    await end(others, "disconnect() of another client")
+            enough.set()
+            raised = await outcome(_ended(going), _CONNECT_S, "a write while others left")
+            check(raised is None, f"a write while others left raised {raised!r}")
+            endpoints.put(offset, bytes(_LONG))
+            raised = await outcome(
+                link.write([memory.copy(offset)]), _CONNECT_S, "a write after others had left"
+            )
+            check(raised is None, f"a write after others had left raised {raised!r}")
+            check(endpoints.look(offset, _LONG) == memory.data(), "other bytes arrived")
+
+        self.with_link(endpoints, work)
+
     def test_nothing_is_registered_after_the_last_client(self) -> None:
         """While clients are connected, ``registered`` is at most the size of the segment. After
         that it is 0, so that the volume can return memory to the system.
@@ -165,6 +256,22 @@ class ClosingTests(TransportKit):
 
     # ---- inside ---------------------------------------------------------------------------
 
+    def _must_leave_nothing(
+        self, endpoints: Endpoints, once: Callable[[], Coroutine[Any, Any, None]], what: str
+    ) -> None:
+        """Fail the test if several rounds of ``once`` leave resources behind."""
+
+        async def rounds(count: int) -> None:
+            for _ in range(count):
+                await once()
+
+        run(rounds(2))
+        gc.collect()
+        before = _held(endpoints)
+        run(rounds(_ROUNDS))
+        left = self._grown(endpoints, before)
+        check(not left, f"{_ROUNDS} rounds of {what} left this behind: {'; '.join(left)}")
+
     def _grown(self, endpoints: Endpoints, before: dict[str, int]) -> list[str]:
         """Return the resources that have grown by at least one a round, and do not shrink again."""
 
@@ -177,6 +284,11 @@ class ClosingTests(TransportKit):
             ]
 
         return leftovers.until_empty(look, self.gone_within)
+
+
+async def _ended(task: asyncio.Future[None]) -> None:
+    """Wait for a task, as a coroutine."""
+    await task
 
 
 def _held(endpoints: Endpoints) -> dict[str, int]:

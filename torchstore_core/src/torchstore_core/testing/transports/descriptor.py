@@ -67,6 +67,13 @@ for path in json.loads(sys.argv[1]):
 print(json.dumps(found))
 """
 
+# A program that prints which modules a fresh interpreter has after it has imported one.
+_MODULE = """
+import importlib, json, sys
+importlib.import_module(json.loads(sys.argv[1])[0])
+print(json.dumps(sorted(sys.modules)))
+"""
+
 
 def contexts(offer: bytes = b"") -> Iterator[LinkContext]:
     """Yield links for which a transport may have to bid: near and far, offered and not."""
@@ -135,6 +142,16 @@ class DescriptorTests(TransportKit):
                 continue
             unsafe = sorted(_imports(Path(str(file)).read_text()) & _UNPICKLERS)
             check(not unsafe, f"{module} imports {', '.join(unsafe)}")
+
+    def test_its_server_half_needs_no_torch(self) -> None:
+        """A server half that is not isolated runs in the server's process, which has no torch."""
+        spec = self.spec()
+        if spec.in_band:
+            pytest.skip(f"{self.name} is in-band: it has no halves")
+        if spec.isolated:
+            pytest.skip("its server half has a process of its own (isolated is True)")
+        brought = _fresh(_MODULE, [str(spec.server).partition(":")[0]])
+        check("torch" not in brought, "its server half imports torch, and is not isolated")
 
     def test_its_bids_make_sense(self) -> None:
         """A bid has a finite latency, a finite rate above 0 and a reason; a refusal, a reason."""

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from torchstore_core.contracts.transport import Bid, Copy, Link
+from torchstore_core.testing import leftovers
 from torchstore_core.testing.networks import two_networks
 from torchstore_core.testing.transports.base import PLACES, TransportKit, check, fail, run
 from torchstore_core.testing.transports.ends.client import Client, Errand
@@ -213,7 +214,7 @@ class MovingTests(TransportKit):
     def test_two_network_namespaces(self) -> None:
         """The volume and the client are in network namespaces that are joined only by a cable.
 
-        The processes in each namespace find its address in ``TORCHSTORE_BIND``.
+        The processes in each namespace find its address in ``TORCHSTORE_BIND``, and listen there.
         """
         crosses, why = self.crosses_hosts, "crosses_hosts is False"
         if crosses is None:
@@ -243,6 +244,9 @@ class MovingTests(TransportKit):
                 for what in ("write", "read"):
                     client.tell(Errand(what, 3, 4097, 5_000_001))
                     answer = client.answer()
+                    places = leftovers.listening(volume_there.processes())
+                    everywhere = any(not address.strip("0") for address, _ in places)
+                    check(not everywhere, f"it listens at every address, not only at {one.address}")
                     check(answer == "ok", f"{what} from another host: {answer}")
                 found = volume_there.look(4097, 5_000_001)
                 check(found == pattern(3, 5_000_001), "the other host wrote other bytes")

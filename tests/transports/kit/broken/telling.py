@@ -1,0 +1,60 @@
+"""Client halves that say something wrong about their progress."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from tests.transports.kit.broken.simple import Plugin, SimpleLink, named
+
+from torchstore_core.contracts.transport import Copy
+
+
+class Telling(SimpleLink):
+    """Correct: counts the transfers that have ended."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.ended = 0
+
+    async def move(self, copies: Sequence[Copy], *, write: bool) -> None:
+        await super().move(copies, write=write)
+        self.ended += 1
+
+    def progress(self) -> Any:
+        return self.ended
+
+
+class Raising(Telling):
+    """Does not know."""
+
+    def progress(self) -> Any:
+        raise ValueError("progress")
+
+
+class Wordy(Telling):
+    """Says it in words."""
+
+    def progress(self) -> Any:
+        return "much"
+
+
+class Pausing(Telling):
+    """Takes its time."""
+
+    def progress(self) -> Any:
+        time.sleep(0.05)
+        return super().progress()
+
+
+class Still(Telling):
+    """Says that nothing moves."""
+
+    def progress(self) -> Any:
+        return 0
+
+
+def __getattr__(name: str) -> Plugin:
+    """``plugin_X``: the plug-in with the half ``X``."""
+    return named(name, globals())
