@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from tests.processes import Script, run_script
+from tests.strangers import Strangers, listening
 from tests.support import SMALL, bits, halt, running_store, start_store, until
 
 import torchstore_core as ts
@@ -83,6 +84,20 @@ class PairTests:
             if self.half.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
         )
         return pid
+
+    async def test_strangers_find_no_open_port(self) -> None:
+        """gloo would keep a descriptor for each of them in both processes."""
+        others = listening(os.getpid())
+        async with self.store() as client:
+            value = torch.arange(MB)
+            await client.put("first", value)
+            assert torch.equal(await client.get("first"), value)
+            strangers = Strangers(os.getpid(), await self.half_pid(client), besides=others)
+            assert strangers.ports
+            assert strangers.let_in([b"", bytes(64), b"GET / HTTP/1.1\r\n\r\n"]) == 0
+            await client.put("second", value)
+            assert torch.equal(await client.get("second"), value)
+            await until(strangers.left_nothing)
 
     # ---- bytes ----------------------------------------------------------------------------
 

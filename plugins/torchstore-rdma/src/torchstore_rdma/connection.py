@@ -21,9 +21,10 @@ from torchstore_core.errors import (
     TransportNotReadyError,
     TransportUnavailableError,
 )
+from torchstore_core.machine.listeners import refuse_all
 from torchstore_rdma import fabric, library
 from torchstore_rdma.engine import Engine, Job
-from torchstore_rdma.protocol import Goodbye, Hello, Request, Wake, Welcome
+from torchstore_rdma.protocol import Goodbye, Hello, Met, Request, Wake, Welcome
 
 __all__ = ["Connection"]
 
@@ -75,8 +76,11 @@ class Connection:
         answer = await self._ask(Hello(self.name, alive, place, need))
         welcome = msgspec.msgpack.decode(answer, type=Welcome)
 
+        listening: list[int] = []
+
         def make() -> tuple[library.Agent, str]:
             agent = library.Agent(f"client/{self.name}", fabric.options(place, welcome.place))
+            listening.extend(agent.listening)
             if not self._pins:
                 agent.register(*library.EVERYTHING)
             return agent, agent.meet(welcome.metadata)
@@ -89,6 +93,8 @@ class Connection:
             async with asyncio.timeout(_CONNECT_S):
                 await asyncio.wrap_future(self._engine.started)
                 await self._try(min(exposed))
+                await asyncio.to_thread(refuse_all, listening)
+                await self._ask(Met(self.name))
         except TimeoutError as error:
             await self.end()
             raise TransportNotReadyError(

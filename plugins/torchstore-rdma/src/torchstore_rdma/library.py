@@ -22,6 +22,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchstore_core.errors import TransportError, TransportUnavailableError
+from torchstore_core.machine.listeners import listeners
 from torchstore_rdma.plugin import LIBRARY
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ __all__ = ["EVERYTHING", "Agent", "Transfer", "check_not_forked"]
 EVERYTHING = 1 << 16, (1 << 48) - (1 << 17)
 
 _HOST = "DRAM"
+# What precedes a port in the address of a worker of UCX: it is the device's last, of two bytes.
+_PORT = b"\x82"
 _loading = threading.Lock()
 _loaded_by = 0
 # The libraries read these when they are loaded. They would write warnings to the standard output.
@@ -117,6 +120,9 @@ class Transfer:
 class Agent:
     """An agent of the library. It must be used by one thread at a time.
 
+    Attributes:
+        listening: the sockets at which peers may connect to it over TCP, by their inodes.
+
     Args:
         name: unique among all agents that may meet it.
         options: of its UCX backend.
@@ -130,11 +136,18 @@ class Agent:
             library = _load()
             self._errors = _errors()
             config = library.nixl_agent_config(enable_prog_thread=False, backends=[])
+            before = {one.inode for one in listeners()}
             self._agent: Any = library.nixl_agent(name, config)
             try:
                 self._agent.create_backend("UCX", dict(options))
             except self._errors as error:
                 raise TransportUnavailableError(f"UCX cannot start: {error}") from error
+            told = self.metadata()
+            self.listening = frozenset(
+                one.inode
+                for one in listeners()
+                if one.inode not in before and _PORT + one.port.to_bytes(2, "big") in told
+            )
 
     def metadata(self) -> bytes:
         """What a peer needs to reach this agent and the memory registered with it."""

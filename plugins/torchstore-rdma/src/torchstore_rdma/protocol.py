@@ -6,7 +6,7 @@ import msgspec
 
 from torchstore_rdma.fabric import Place
 
-__all__ = ["Exposed", "Goodbye", "Hello", "Request", "Wake", "Welcome"]
+__all__ = ["Exposed", "Goodbye", "Hello", "Met", "Request", "Wake", "Welcome"]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
@@ -50,6 +50,12 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True):
     place: Place
 
 
+class Met(msgspec.Struct, frozen=True, array_like=True, tag="met"):
+    """The first transfer of a connection has ended: nobody else has to connect to its agents."""
+
+    connection: str
+
+
 class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag="goodbye"):
     """The client gives a connection up. The answer, which is empty, says that it has ended: no byte
     moves through it any more.
@@ -62,4 +68,4 @@ class Wake(msgspec.Struct, frozen=True, array_like=True, tag="wake"):
     """A transfer has begun that needs the server half, after a time without any."""
 
 
-Request = Hello | Goodbye | Wake
+Request = Hello | Met | Goodbye | Wake

@@ -19,10 +19,11 @@ import msgspec
 
 from torchstore_core.contracts.transport import Segment, ServerContext, TransportServer
 from torchstore_core.errors import TransportError, TransportNotReadyError
+from torchstore_core.machine.listeners import refuse_all
 from torchstore_core.machine.virtual_memory import map_shared, unmap
 from torchstore_rdma import fabric, library
 from torchstore_rdma.pacing import Pace
-from torchstore_rdma.protocol import Exposed, Goodbye, Hello, Request, Wake, Welcome
+from torchstore_rdma.protocol import Exposed, Goodbye, Hello, Met, Request, Wake, Welcome
 
 __all__ = ["RdmaServer"]
 
@@ -54,6 +55,7 @@ class _Connection:
                 agent.register(address, end)
                 self.exposed.append(Exposed(segment.id, address, end, segment.nbytes))
             self.metadata = agent.metadata()
+            self.listening = agent.listening
         except OSError as error:
             self.close()
             raise TransportNotReadyError(f"a segment cannot be mapped: {error}") from error
@@ -111,6 +113,10 @@ class RdmaServer(TransportServer):
         async with self._locks.setdefault(peer, asyncio.Lock()):
             if isinstance(asked, Goodbye):
                 await self._end([(peer, asked.connection)])
+                return b""
+            if isinstance(asked, Met):
+                if (met := self._connections.get((peer, asked.connection))) is not None:
+                    await asyncio.to_thread(refuse_all, met.listening)
                 return b""
             return msgspec.msgpack.encode(await self._welcome(peer, asked))
 

@@ -234,13 +234,13 @@ def _load(factory: str) -> Callable[[str], tuple[Board, Callable[[], PairConnect
         A function that takes an address of this host, and returns a board, and a call that makes
         the connection, whose other end reaches this one at that address.
     """
-    from torchstore_transports.pairs.connection import PairConnection
+    from torchstore_transports.pairs.meeting import meet
     from torchstore_transports.pairs.rendezvous import Board, LocalStore
 
     make = pkgutil.resolve_name(factory)
 
     def prepare(address: str) -> tuple[Board, Callable[[], PairConnection]]:
         board = Board()
-        return board, lambda: PairConnection(make(LocalStore(board), 0, address))
+        return board, lambda: meet(make, LocalStore(board), 0, address)
 
     return prepare

@@ -23,6 +23,7 @@ from torchstore_core.machine.tasks import wait_ended
 from torchstore_transports.pairs.addresses import addresses_here
 from torchstore_transports.pairs.batches import parts
 from torchstore_transports.pairs.connection import PairConnection
+from torchstore_transports.pairs.meeting import meet
 from torchstore_transports.pairs.protocol import (
     GOES_ON,
     VERSION,
@@ -218,7 +219,7 @@ class PairLink(Link):
         store = RemoteStore(welcome.pair, self._handshake)
 
         def make() -> PairConnection:
-            return PairConnection(pkgutil.resolve_name(self.factory)(store, 1, welcome.address))
+            return meet(pkgutil.resolve_name(self.factory), store, 1, welcome.address)
 
         making = in_thread(make)
         try:

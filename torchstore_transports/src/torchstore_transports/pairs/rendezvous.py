@@ -102,9 +102,14 @@ class PairStore(Store):
     Attributes:
         before_call: called before each use of the store, when a library has already read its
             environment variables.
+        told: the values that this end has set.
     """
 
     before_call: Callable[[], None] = staticmethod(lambda: None)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[bytes] = []
 
     @abstractmethod
     def _call(self, call: StoreCall) -> bytes:
@@ -112,7 +117,8 @@ class PairStore(Store):
 
     def set(self, key: str, value: Any) -> None:  # it is bytes, whatever the base class says
         self.before_call()
-        self._call(StoreCall(0, "set", key, value=bytes(value)))
+        self.told.append(bytes(value))
+        self._call(StoreCall(0, "set", key, value=self.told[-1]))
 
     def get(self, key: str) -> bytes:
         self.before_call()
