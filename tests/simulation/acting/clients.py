@@ -18,9 +18,9 @@ from tests.simulation.plans import Operation
 from tests.simulation.promises.histories import Call
 from tests.simulation.promises.violations import Violation
 
-from torchstore_core.clients.session.batches import resumes
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.wire import messages as m
+from torchstore_core.wire.batches import resumes
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

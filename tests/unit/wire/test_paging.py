@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from msgspec import structs
 from tests.support import turn
 
-from torchstore_core.clients.session import batches
 from torchstore_core.errors import ProtocolError
 from torchstore_core.server.serving.sending import Sender
 from torchstore_core.values import TensorMeta
+from torchstore_core.wire import batches, paging
 from torchstore_core.wire import messages as m
-from torchstore_core.wire import paging
 from torchstore_core.wire.framing import HEADER, decode_reply, encode
 
 MAX_PAGE = 600

@@ -21,7 +21,7 @@ from torchstore_core.errors import (
     TransportNotReadyError,
     TransportUnavailableError,
 )
-from torchstore_core.machine.listeners import refuse_all
+from torchstore_core.machine.sockets.listeners import refuse_all
 from torchstore_rdma import fabric, library
 from torchstore_rdma.engine import Engine, Job
 from torchstore_rdma.protocol import Goodbye, Hello, Met, Request, Wake, Welcome

@@ -22,7 +22,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchstore_core.errors import TransportError, TransportUnavailableError
-from torchstore_core.machine.listeners import listeners
+from torchstore_core.machine.sockets.listeners import listeners
 from torchstore_rdma.plugin import LIBRARY
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import msgspec
 
 from torchstore_core.contracts.transport import Segment, ServerContext, TransportServer
 from torchstore_core.errors import TransportError, TransportNotReadyError
-from torchstore_core.machine.listeners import refuse_all
+from torchstore_core.machine.sockets.listeners import refuse_all
 from torchstore_core.machine.virtual_memory import map_shared, unmap
 from torchstore_rdma import fabric, library
 from torchstore_rdma.pacing import Pace

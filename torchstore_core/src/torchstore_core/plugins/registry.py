@@ -25,7 +25,7 @@ from torchstore_core.contracts.runtime import RuntimeSpec
 from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.contracts.transport import TransportSpec
 from torchstore_core.errors import ConfigurationError, PluginError
-from torchstore_core.machine.unix_sockets import check_descriptors
+from torchstore_core.machine.sockets.unix import check_descriptors
 
 __all__ = ["GROUPS", "OBSERVERS", "RUNTIMES", "Registry", "load_class"]
 

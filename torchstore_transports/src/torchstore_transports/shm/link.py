@@ -20,7 +20,7 @@ from torchstore_core.errors import (
     TransportUnavailableError,
 )
 from torchstore_core.machine import copying
-from torchstore_core.machine.unix_sockets import connect, unix_socket
+from torchstore_core.machine.sockets.unix import connect, unix_socket
 from torchstore_core.machine.virtual_memory import (
     map_private,
     map_shared,

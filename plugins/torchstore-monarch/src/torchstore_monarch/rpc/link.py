@@ -21,8 +21,8 @@ from torchstore_core.errors import (
     TransportNotReadyError,
     TransportUnavailableError,
 )
+from torchstore_core.machine.sockets.unix import connect, unix_socket
 from torchstore_core.machine.tasks import wait_ended
-from torchstore_core.machine.unix_sockets import connect, unix_socket
 from torchstore_monarch.chunks import ChunkSize
 from torchstore_monarch.rpc.wire import (
     AGENT,

@@ -20,7 +20,7 @@ from torchstore_core.errors import (
     in_seconds,
 )
 from torchstore_core.machine import topology
-from torchstore_core.machine.unix_sockets import connect, unix_socket
+from torchstore_core.machine.sockets.unix import connect, unix_socket
 from torchstore_core.wire import framing
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import FrameReader, encode

@@ -16,12 +16,12 @@ from collections.abc import Callable
 
 import msgspec
 
-from torchstore_core.clients.session.batches import MOST_NUMBERS, runs
 from torchstore_core.clients.session.handshake import client_facts, socket_path
 from torchstore_core.errors import StoreClosedError
 from torchstore_core.machine import topology
 from torchstore_core.values import ObjectRef
 from torchstore_core.wire import messages as m
+from torchstore_core.wire.batches import MOST_NUMBERS, runs
 from torchstore_core.wire.framing import FrameReader, encode
 
 __all__ = ["Holder", "StorePlace", "holder_of"]

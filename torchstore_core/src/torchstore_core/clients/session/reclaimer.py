@@ -21,11 +21,11 @@ from typing import Protocol
 
 import msgspec
 
-from torchstore_core.clients.session.batches import Held, aborts, releases
 from torchstore_core.clients.session.holder import Holder, StorePlace
 from torchstore_core.errors import ProtocolError
 from torchstore_core.wire import framing
 from torchstore_core.wire import messages as m
+from torchstore_core.wire.batches import Held, aborts, releases
 from torchstore_core.wire.framing import FrameReader, encode
 
 __all__ = ["Reclaimer"]

@@ -15,7 +15,6 @@ import time
 import weakref
 from collections.abc import Callable, Collection
 
-from torchstore_core.clients.session.batches import resumes
 from torchstore_core.clients.session.channel import Channel
 from torchstore_core.clients.session.handshake import (
     HANDSHAKE_S,
@@ -36,6 +35,7 @@ from torchstore_core.machine import topology
 from torchstore_core.plugins.ranking import Policy
 from torchstore_core.plugins.registry import Registry
 from torchstore_core.wire import messages as m
+from torchstore_core.wire.batches import resumes
 from torchstore_core.wire.framing import FrameReader, encode
 
 __all__ = ["Session"]

@@ -22,7 +22,7 @@ from torchstore_core.errors import (
     from_wire,
     in_seconds,
 )
-from torchstore_core.machine.unix_sockets import connect, unix_socket
+from torchstore_core.machine.sockets.unix import connect, unix_socket
 from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.server.memory.segment import call_from_thread
 from torchstore_core.server.memory.volume import Volume

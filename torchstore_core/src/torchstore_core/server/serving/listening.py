@@ -17,7 +17,7 @@ import socket
 import stat
 from collections.abc import Callable
 
-from torchstore_core.machine.unix_sockets import peer
+from torchstore_core.machine.sockets.unix import peer
 from torchstore_core.server.serving.journal import journal
 
 __all__ = ["Listener", "Take", "raise_descriptor_limit", "speaking"]

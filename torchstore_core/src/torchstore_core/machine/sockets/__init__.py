@@ -1,0 +1,1 @@
+"""TCP and Unix sockets: rows of memory through them, descriptors through them, who may connect."""
