@@ -17,7 +17,7 @@ _SHORT_CUTS = {
     "does not tell one rewind from the next": 128,
     "forgets a fork whose child is read first": 82,
     "forgets the leases of a lost relay": 462,
-    "forgets what it has read from its disk when it comes back": 1923,
+    "forgets what it has read from its disk when it comes back": 6773,
     "frees memory that may still be written": 2077,
     "ignores what a dead process has received": 1100,
     "hears twice what it had recorded when it was killed": 298,

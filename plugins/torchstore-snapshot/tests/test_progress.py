@@ -59,7 +59,7 @@ def _shows(terminal: int, title: str) -> bool:
     """Whether a title is written to a terminal; waits until it is."""
     text = ""
     while title not in text:
-        text += os.read(terminal, 1 << 16).decode()
+        text += os.read(terminal, 1 << 16).decode(errors="replace")  # may end within a character
     return True
 
 
