@@ -298,6 +298,19 @@ def _lets_wait_for_ever(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Spilling, "_retry_later", lambda self: None)
 
 
+def _hears_last_words_twice(patch: pytest.MonkeyPatch) -> None:
+    """What was recorded and not taken out is handled once more if its client has left."""
+    handle_first = Conversation.handle_first
+
+    def heard(self: Conversation, body: bytes, *, is_last: bool = False) -> None:
+        if is_last:
+            self.hear_last(body)
+        else:
+            handle_first(self, body)
+
+    patch.setattr(Conversation, "handle_first", heard)
+
+
 #: By what it does wrong.
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "drops a lease one message early": _drops_a_lease_early,
@@ -327,4 +340,5 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "forgets what is on its disk when it comes back": _forgets_the_disk,
     "forgets what it has read from its disk when it comes back": _forgets_what_was_read,
     "lets requests wait for ever when its disk is full": _lets_wait_for_ever,
+    "hears twice the last words of a client that has left": _hears_last_words_twice,
 }

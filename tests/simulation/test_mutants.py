@@ -20,6 +20,7 @@ _SHORT_CUTS = {
     "forgets what it has read from its disk when it comes back": 6773,
     "frees memory that may still be written": 2077,
     "ignores what a dead process has received": 1100,
+    "hears twice the last words of a client that has left": 2062,
     "hears twice what it had recorded when it was killed": 298,
     "keeps no reference in flight when its sender is gone": 3881,
     "reads a version that has the number of one that is gone": 5769,

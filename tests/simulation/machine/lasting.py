@@ -195,6 +195,13 @@ class Lasting(Direct):
         self._forget_sent()
         self._not_kept()
 
+    def _hear_last(self, body: bytes) -> None:
+        if self._is_first:
+            self._is_first = False
+            self._conversation.handle_first(body, is_last=True)
+        else:
+            super()._hear_last(body)
+
     def _forget_sent(self) -> None:
         """Nobody reads any more what was sent."""
         self._up.clear()

@@ -265,8 +265,11 @@ class Direct(Connection):
                 self._world.point += 1
                 if self._world.telling:
                     self._tell(f"server <- {self}, as last words,", decode_request(body))
-                self._conversation.hear_last(body)
+                self._hear_last(body)
         self._conversation.ended()
+
+    def _hear_last(self, body: bytes) -> None:
+        self._conversation.hear_last(body)
 
     def died(self) -> None:
         if not self._ended:

@@ -148,8 +148,15 @@ class Connection(ClientSocket):
     def unread(self) -> list[bytes]:
         if self._kept is None:
             return super().unread()
-        self._kept.read_rest(self._conversation.hear_last)
+        self._kept.read_rest(self._heard_last)
         return []
+
+    def _heard_last(self, body: bytes) -> None:
+        if self._returned is not None:
+            self._returned = None
+            self._conversation.handle_first(body, is_last=True)
+        else:
+            self._conversation.hear_last(body)
 
     def eof_received(self) -> bool:
         """Finish sending long replies: the client sends nothing more, but may still read them."""

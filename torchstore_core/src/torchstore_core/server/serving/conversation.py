@@ -115,14 +115,14 @@ class Conversation:
         except RecursionError:
             self.refuse("message is nested too deeply")
 
-    def handle_first(self, body: bytes) -> None:
+    def handle_first(self, body: bytes, *, is_last: bool = False) -> None:
         """Handle the first message that has come since the server is back, on a connection that it
         had before. The life before may have recorded it and died before it took it out of the
-        kernel's buffer.
+        kernel's buffer. ``is_last``: the client has closed the connection, see :meth:`hear_last`.
         """
         returning, session = self._server.returning, self._session
         if returning is None or session is None or not returning.was_recorded(session, body):
-            self.handle(body)
+            (self.hear_last if is_last else self.handle)(body)
 
     def hear_last(self, body: bytes) -> None:
         """Handle a message of a client that closed its connection before the message was answered:
