@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -76,7 +77,10 @@ def segments(pid: int) -> dict[int, int]:
 def children(pid: int) -> list[int]:
     found: list[int] = []
     for task in os.listdir(f"/proc/{pid}/task"):
-        with open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
+        with (
+            contextlib.suppress(FileNotFoundError, ProcessLookupError),  # it has just ended
+            open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file,
+        ):
             for child in map(int, file.read().split()):
                 found += [child, *children(child)]
     return found

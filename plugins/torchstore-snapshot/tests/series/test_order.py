@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ from torchstore_snapshot import Series, Snapshot, SnapshotNotFoundError, StateDi
 from torchstore_snapshot.format.hashes import digest_of
 from torchstore_snapshot.format.paths import MANIFEST, claim_file
 from torchstore_snapshot.ranks import Ranks
-from torchstore_snapshot.series.retiring import retire
+from torchstore_snapshot.series.retiring import retire, sweep_map
 from torchstore_snapshot.storage.local import LocalStorage
 from torchstore_snapshot.taking.take import TakeOptions, commit, prepare, write
 
@@ -48,6 +49,16 @@ def test_a_clock_that_goes_back_or_stands_still(
     report = gc(tmp_path, keep_last=1, grace=0)
     assert (report.dropped, report.kept) == (("b",), ("a",))
     assert value(tmp_path / "a") == 5.0
+
+
+def test_a_snapshot_whose_folder_another_collection_has_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "1"
+    Snapshot.take(folder, state(1))
+    manifest = Snapshot(folder).manifest
+    shutil.rmtree(folder)
+    assert retire(LocalStorage(folder), manifest)
+    sweep_map(LocalStorage(folder), "model.safetensors.index.json")
+    assert not folder.exists()
 
 
 def test_snapshots_that_were_not_counted_are_the_oldest(tmp_path: Path) -> None:

@@ -47,7 +47,10 @@ def retire(folder: Storage, manifest: Manifest, grace: float = GRACE_S) -> bool:
         Whether there is no snapshot any more: False if it was replaced, or is about to be.
     """
     deadline = time.monotonic() + _RETIRES_S
-    with _announced(folder, manifest.take, grace) as free:
+    with (
+        contextlib.suppress(FileNotFoundError),  # somebody else has just removed the folder
+        _announced(folder, manifest.take, grace) as free,
+    ):
         if not free:
             return False
         try:
@@ -70,7 +73,10 @@ def sweep_map(folder: Storage, name: str, grace: float = GRACE_S) -> None:
     Args:
         grace: as for :func:`retire`.
     """
-    with _announced(folder, _NO_TAKE, grace) as free:
+    with (
+        contextlib.suppress(FileNotFoundError),  # somebody else has just removed the folder
+        _announced(folder, _NO_TAKE, grace) as free,
+    ):
         if not free:
             return
         try:
