@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,6 +23,7 @@ from torchstore_core.server.keeping.recorded_spilling import RecordedSpilling
 from torchstore_core.server.keeping.returning import Returning
 from torchstore_core.server.memory.detached_sessions import DetachedSessions
 from torchstore_core.server.serving.conversation import Conversation
+from torchstore_core.server.spilling.moves import Mover
 from torchstore_core.server.spilling.policy import Residency, State, Tracked
 from torchstore_core.server.spilling.spill_file import SpillFile
 from torchstore_core.server.spilling.spilling import Spilling
@@ -311,6 +313,21 @@ def _hears_last_words_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Conversation, "handle_first", heard)
 
 
+def _forgets_unsent_answers(patch: pytest.MonkeyPatch) -> None:
+    """A log that is written anew lacks the answers that the kernel had no room for."""
+    patch.setattr(Conversation, "_note_unsent", lambda self, request, reply: None)
+
+
+def _forgets_what_it_could_not_write(patch: pytest.MonkeyPatch) -> None:
+    """What was being written when the disk failed is not written again, nor given up."""
+    written = Mover._written
+
+    def ignoring(self: Mover, done: list[Any], troubles: int) -> None:
+        written(self, [one for one in done if one[2] is None], troubles)
+
+    patch.setattr(Mover, "_written", ignoring)
+
+
 #: By what it does wrong.
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "drops a lease one message early": _drops_a_lease_early,
@@ -341,4 +358,6 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "forgets what it has read from its disk when it comes back": _forgets_what_was_read,
     "lets requests wait for ever when its disk is full": _lets_wait_for_ever,
     "hears twice the last words of a client that has left": _hears_last_words_twice,
+    "forgets in a new log what it could not answer yet": _forgets_unsent_answers,
+    "forgets what its disk could not write": _forgets_what_it_could_not_write,
 }

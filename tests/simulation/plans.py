@@ -77,7 +77,7 @@ class Fault:
     Args:
         number: of the fault, in its plan.
         kind: crash, cut, cancel, sever; lose is of a volume, kill of the server,
-            compact writes its log anew, and fill is of the disk.
+            compact writes its log anew, and fill and fail are of the disk.
         client: to whom; or to which volume.
         after: at which step, unless a recorded schedule says when.
         keep: how many messages under way still arrive. A server is killed when it has recorded so
@@ -199,7 +199,9 @@ def plan_of(source: random.Random) -> Plan:
     if relayed or any(fault.kind == "lose" for fault in faults):  # such a store has no keeper
         return plan
     # From numbers of their own: so the rest of a plan is what it would be without them.
-    return _with_deaths(plan, random.Random(copy(source).getrandbits(64)), total)
+    number = copy(source).getrandbits(64)
+    plan = _with_deaths(plan, random.Random(number), total)
+    return _with_failures(plan, random.Random(number + 1), total) if pages else plan
 
 
 def _with_deaths(plan: Plan, source: random.Random, total: int) -> Plan:
@@ -215,6 +217,17 @@ def _with_deaths(plan: Plan, source: random.Random, total: int) -> Plan:
         kind = "compact" if source.random() < 0.25 else "kill"
         faults.append(Fault(number, kind, 0, at, keep, source.random() < between))
     return replace(plan, faults=tuple(sorted(faults, key=_after)), kept=True)
+
+
+def _with_failures(plan: Plan, source: random.Random, total: int) -> Plan:
+    """The disk may fail, too."""
+    if source.random() > 0.3:
+        return plan
+    faults = list(plan.faults)
+    for number in range(len(faults) + 1, len(faults) + 1 + source.choice((1, 2, 4))):
+        at = source.randint(total, total * 7)
+        faults.append(Fault(number, "fail", 0, at, source.choice((1, 1, 2, 3))))
+    return replace(plan, faults=tuple(sorted(faults, key=_after)))
 
 
 def _after(fault: Fault) -> int:

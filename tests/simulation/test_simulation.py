@@ -31,6 +31,7 @@ def count(seen: Counter[str], world: World) -> None:
     for name in world.names:
         seen[str(name[0])] += 1
     seen["the server was killed"] += len(world.lives.deaths)
+    seen["the disk could not be read"] += world.history.unread > 0
     seen["severed"] += world.uplink is not None and world.uplink.severed
     for call in world.history.calls:
         kind = call.operation.kind
@@ -96,7 +97,7 @@ def test_what_seeds_reach() -> None:
         *("object: answered", "hold: answered", "read: answered", "read: version-gone"),
         *("ref", "time", "child", "free: answered", "rewind: answered"),
         *("get: evicted", "the server was killed", "written"),
-        *("torchstore-spill", "torchstore-unspill"),
+        *("torchstore-spill", "torchstore-unspill", "the disk could not be read"),
     ):
         assert seen[what], f"{what}: never seen, but {seen}"
 

@@ -285,6 +285,9 @@ class World:
         if fault.kind == "fill":
             self._fill(fault.keep)
             return
+        if fault.kind == "fail":
+            self._fail_disk(fault.keep)
+            return
         if fault.kind == "compact":
             self.tell("the log is written anew")
             self.lives.write_anew(fault)
@@ -307,6 +310,12 @@ class World:
         if self.disk is not None:
             self.tell(f"the disk is full for {writes} writes")
             self.disk.refusals += writes
+
+    def _fail_disk(self, times: int) -> None:
+        """Reads and writes fail, so many of them."""
+        if self.disk is not None:
+            self.tell(f"the disk fails {times} times")
+            self.disk.failures += times
 
     def _lose(self, volume: int) -> None:
         """The memory of a volume is gone, except for those who have mapped it."""

@@ -11,6 +11,7 @@ import random
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,28 @@ async def test_every_call_goes_on_that_finds_the_server_dead(store: ts.Client) -
                 await call()
             assert await server_pid() != pid, name
     assert (await account()).unfinished == 0
+
+
+async def test_what_the_kernel_had_no_room_to_answer_is_not_done_twice(store: ts.Client) -> None:
+    """The server dies with an answer in its own memory, of a put that its log has no more, because
+    that was written anew. The loop that waits for it reads nothing all the time.
+    """
+    keys = [f"k{n}" for n in range(500)]
+    await ts.put("other", bytes(60_000))
+    puts = [asyncio.ensure_future(ts.put(key, 1)) for key in keys]
+    await asyncio.sleep(0)
+
+    async def elsewhere() -> int:
+        for _ in range(1000):
+            await ts.put("other", bytes(60_000))
+        done = len(await ts.keys("k"))
+        await lose_the_server()
+        return done
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(lambda: asyncio.run(elsewhere())).result()
+    assert 0 < done < len(keys)
+    assert [ref.version for ref in await asyncio.gather(*puts)] == [1] * len(keys)
 
 
 async def test_a_wait_is_met_by_a_put_after_the_server_has_come_back(store: ts.Client) -> None:

@@ -266,10 +266,10 @@ class Client:
         """A channel breaks, and is opened again."""
         for connection in self.lanes[1:]:
             if connection.opened and not connection.closed:
-                connection.cut(keep, broken=broken)
                 if isinstance(connection, Lasting):
-                    connection.fall()
+                    connection.close_at_the_server(keep)
                 else:
+                    connection.cut(keep, broken=broken)
                     self.connection_lost(connection)
                 return
 

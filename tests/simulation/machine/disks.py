@@ -32,6 +32,7 @@ PAGE = 4 * LINE
 DIRECTORY = str(Path(__file__).parent)
 
 _Job = Callable[[], Callable[[], None]]
+_Failed = Callable[[Exception], None]
 
 
 class MappedMemory(Memory):
@@ -55,13 +56,14 @@ class Disk:
     Attributes:
         files: those that are open.
         refusals: how many more writes fail, because others have filled it.
+        failures: how many more reads and writes fail, because of the disk or for lack of memory.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._numbers: dict[str, int] = {}
         self.files: list[SpillFile] = []
-        self.refusals = 0
+        self.refusals = self.failures = 0
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Servers use this disk, and threads that take turns."""
@@ -87,9 +89,25 @@ class Disk:
         number = self._numbers[name] = self._numbers.get(name, 0) + 1
         self._world.once((name, number), run)
 
+    def fail(self) -> None:
+        """Fail, if it is time to.
+
+        Raises:
+            OSError, MemoryError: in turn.
+        """
+        if self.failures:
+            self.failures -= 1
+            if self.failures % 2:
+                raise MemoryError
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def not_read(self) -> None:
+        """From now on, readers may be told that something cannot be read."""
+        self._world.history.unread = self._world.history.unread or self._world.point
+
 
 class _File(SpillFile):
-    """A file on a disk that may refuse writes."""
+    """A file on a disk that may refuse writes, and fail."""
 
     def __init__(
         self, disk: Disk, directory: str, capacity: int | None, fd: int | None = None
@@ -110,7 +128,16 @@ class _File(SpillFile):
         if self._disk.refusals:
             self._disk.refusals -= 1
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._disk.fail()
         super()._write(view, extent, at)
+
+    def _read(self, view: memoryview, extent: Extent, at: int) -> None:
+        try:
+            self._disk.fail()
+        except (OSError, MemoryError):
+            self._disk.not_read()
+            raise
+        super()._read(view, extent, at)
 
 
 class _Threads:
@@ -128,11 +155,11 @@ class _Threads:
         self._name = name
         self._idle = count
         self._soon = soon
-        self._jobs: deque[_Job] = deque()
+        self._jobs: deque[tuple[_Job, _Failed]] = deque()
         self._closed = False
 
-    def submit(self, job: _Job) -> None:
-        self._jobs.append(job)
+    def submit(self, job: _Job, failed: _Failed) -> None:
+        self._jobs.append((job, failed))
         self._begin()
 
     def hurry(self) -> None:
@@ -144,10 +171,14 @@ class _Threads:
     def _begin(self) -> None:
         if self._idle and self._jobs:
             self._idle -= 1
-            self._disk.turn(self._name, functools.partial(self._do, self._jobs.popleft()))
+            self._disk.turn(self._name, functools.partial(self._do, *self._jobs.popleft()))
 
-    def _do(self, job: _Job) -> None:
+    def _do(self, job: _Job, failed: _Failed) -> None:
         if not self._closed:
-            self._soon(job())
+            try:
+                done = job()
+            except (OSError, MemoryError) as error:
+                done = functools.partial(failed, error)
+            self._soon(done)
             self._idle += 1
             self._begin()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 from tests.simulation.machine.lives import Handled
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Lasting"]
 
+# So many answers fit into the kernel's buffer. The others stay in that of the server.
+_FIT = 1
+
 
 class Lasting(Direct):
     """A connection to such a server.
@@ -27,10 +31,12 @@ class Lasting(Direct):
     The keeper holds liveness connections. What has come on one of them is taken out of the kernel's
     buffer when it was handled, so the next life may handle it again. A channel is *down* when the
     other end has closed it: its client waits for the next life, and then asks again on another
-    connection, which takes its place.
+    connection, which takes its place. What the kernel has, the client hears, whatever becomes of
+    the server; what it has no room for is lost with the server, which reads nothing meanwhile.
 
     Attributes:
-        handled: what the server has not answered yet, by the ids of the requests.
+        handled: what the server has not answered yet, as far as the kernel knows, by the ids of the
+            requests.
         is_kept: whether the keeper holds it.
         down: see above.
         life: the one of the server that it leads to; 0: that has not answered.
@@ -44,6 +50,9 @@ class Lasting(Direct):
         self._next: Lasting | None = None  # what has taken its place
         self._was_read = False
         self._is_first = False
+        self._unsent: deque[tuple[bytearray, int]] = deque()  # answers, as in `_down`
+        self._is_stalled = False  # because there were some
+        self._is_closing = False  # the server does, for whatever reason
         self._asked: dict[int, tuple[m.Message, Call | None]] = {}
         self._postponed: list[tuple[m.Message, Call | None]] = []
         self._pid = client.pid
@@ -68,6 +77,37 @@ class Lasting(Direct):
         self.waiting[number] = task
         if not self.down:
             super().send(message, call)
+
+    def close_at_the_server(self, keep: int) -> None:
+        """The server, which lives, closes it when it has handled so many more messages."""
+        self._is_closing = True
+        while len(self._up) > keep:
+            self._up.pop()
+            self._times.pop()
+        self._up.append((b"", None))
+        self._times.append(self._world.loop.now)
+        self._world.schedule.enable(self._arrive)
+
+    def _forget(self) -> None:
+        self._down.extend(self._unsent)
+        self._unsent.clear()
+        super()._forget()
+
+    def _down_arrives(self) -> None:
+        super()._down_arrives()
+        if self._unsent and not self._down:
+            frame, point = self._unsent.popleft()
+            self._send(frame, point)
+            if not self._unsent:
+                self._world.touched = True
+                self._goes_on()
+                self._conversation.resume()
+
+    def _goes_on(self) -> None:
+        """It is read again."""
+        self._is_stalled = False
+        if self._up:
+            self._world.schedule.enable(self._arrive)
 
     def _hung_up(self) -> None:
         if self.lane == 0 or not self.opened:
@@ -153,6 +193,14 @@ class Lasting(Direct):
         world.lives.handled()
         self._take_out()
 
+    def _up_arrives(self) -> None:
+        if self._is_stalled:
+            if not self.closed:
+                self._world.schedule.disable(self._arrive)
+                return
+            self._is_stalled, self._broken = False, True  # that is seen when it is written to
+        super()._up_arrives()
+
     def _put_back(self, body: bytes, call: Call | None) -> None:
         """It stays in the kernel's buffer until it is handled."""
         self._up.appendleft((body, call))
@@ -166,12 +214,27 @@ class Lasting(Direct):
             self._world.schedule.disable(self._arrive)
 
     def _answers(self, frame: bytearray) -> None:
-        if self._world.lives.is_dying:
-            return
-        reply = decode_reply(memoryview(frame)[HEADER:])
-        if not isinstance(reply, m.Delayed):
-            self.handled.pop(getattr(reply, "id", 0), None)
-        super()._answers(frame)
+        if not self._world.lives.is_dying:
+            super()._answers(frame)
+
+    def write(self, frame: bytes | bytearray) -> None:
+        if self.closed:
+            super().write(frame)
+        elif self._unsent or len(self._down) >= _FIT:
+            self._unsent.append((bytearray(frame), self._world.point))
+            self._is_stalled = True
+            self._conversation.pause()
+        else:
+            self._send(bytearray(frame), self._world.point)
+
+    def _send(self, frame: bytearray, point: int) -> None:
+        """The kernel takes an answer, or the end."""
+        if frame:
+            reply = decode_reply(memoryview(frame)[HEADER:])
+            if not isinstance(reply, m.Delayed):
+                self.handled.pop(getattr(reply, "id", 0), None)
+        self._down.append((frame, point))
+        self._world.schedule.enable(self._answer)
 
     def hang_up(self) -> None:
         if self.is_kept:  # the keeper has it open as long as the server has not
@@ -186,6 +249,8 @@ class Lasting(Direct):
 
     def _end(self) -> None:
         super()._end()
+        if self._is_closing:
+            self.write(b"")
         self._not_kept()
 
     def _breaks(self, left: list[tuple[bytes, Call | None]]) -> None:
@@ -201,6 +266,8 @@ class Lasting(Direct):
             self._conversation.handle_first(body, is_last=True)
         else:
             super()._hear_last(body)
+        if self.is_kept:
+            self._take_out()
 
     def _forget_sent(self) -> None:
         """Nobody reads any more what was sent."""
@@ -222,6 +289,7 @@ class Lasting(Direct):
     def go_on(self, session: SessionRecord, *, is_there: bool) -> None:
         """It is the liveness connection of a session, as before."""
         self._forget_handled()
+        self._goes_on()
         self._is_first = True
         if self._ended:  # whoever reads it is told so again
             self._ended = False
@@ -252,9 +320,14 @@ class Lasting(Direct):
         self._ended = True
         self._forget_sent()
         self._forget_handled()
-        self.write(b"")
+        self._is_stalled = False
+        if self.closed:
+            self.write(b"")
+        else:
+            self._send(bytearray(), self._world.point)
 
     def _forget_handled(self) -> None:
         self.handled.clear()
+        self._unsent.clear()
         self._unanswered.clear()
         self._late.clear()

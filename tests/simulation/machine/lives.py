@@ -13,7 +13,7 @@ from tests.simulation.promises.violations import Violation
 
 from torchstore_core.server.keeping.link import KeeperLink
 from torchstore_core.server.keeping.log import Log
-from torchstore_core.server.keeping.recorded import RecordedController, Repeated
+from torchstore_core.server.keeping.recorded import RecordedController
 from torchstore_core.server.server import Server
 from torchstore_core.server.spilling.spilling import Spilling
 from torchstore_core.wire import messages as m
@@ -279,8 +279,8 @@ class Lives:
 
     # ---- what became of what it was asked ---------------------------------------------------
 
-    def result_of(self, token: bytes, request: m.Message) -> Repeated | None:
-        """What a request has given that was executed in an earlier life, and that has a number."""
+    def result_of(self, token: bytes, request: m.Message) -> m.Message | None:
+        """The answer to a request that was executed in an earlier life, and that has a number."""
         number = number_of(request)
         known = self.controller.results.get(token, {})
         return known.get((type(request).__name__, number)) if number else None
@@ -290,19 +290,6 @@ class Lives:
         request, call = handled.request, handled.call
         done = self.result_of(handled.token, request)
         if done is not None:
-            call.never_heard(_reply(request, done), call.at)
+            call.never_heard(done, call.at)
         elif isinstance(request, m.Put | m.PutObject):
             call.begun = 0  # it has not been executed
-
-
-def _reply(request: m.Message, done: Repeated) -> m.Message:
-    number: int = getattr(request, "id", 0)
-    if done.error is not None:
-        return m.Failure(number, done.error[0], "")
-    match request:
-        case m.Delete() | m.Free():
-            return m.Deleted(number, done.result)
-        case m.Put() | m.PutObject():
-            versions, grants = done.result
-            return m.Committed(number, versions) if grants is None else m.Granted(number, grants)
-    return m.Committed(number, done.result)

@@ -38,7 +38,7 @@ def check(
                 exact.add(key)
     lost = history.lost if plan.copies == 1 else 0
     rewound = {call.operation.keys[0] for call in history.calls if call.operation.kind == "rewind"}
-    model = Model(puts, exact, lost, freed, rewound)
+    model = Model(puts, exact, lost, freed, rewound, history.unread)
     waits = sorted((c for c in history.calls if c.unanswered and not c.known), key=_quiet)
     for call in history.in_order():
         while waits and waits[0].unanswered < call.at:

@@ -110,6 +110,7 @@ class History:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.lost = 0  # the point at which a volume was lost
+        self.unread = 0  # that at which a disk has failed to read for the first time
 
     def in_order(self) -> Sequence[Call]:
         """Those of which it is known what became of them, in the order of the server's answers."""

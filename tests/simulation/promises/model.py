@@ -19,6 +19,7 @@ __all__ = ["Model"]
 _ERRORS = {"", "key-not-found", "evicted", "partial-put", "version-gone", "layout-mismatch"}
 # Operations that are about bytes, which may be lost.
 _MOVE = {"put", "publish", "shard", "get", "fetch", "object", "read", "rewind"}
+_READ = {"get", "fetch", "read"}
 _REFUSED = {"store-full", "store-closed", "configuration", "Closed", "Cancelled"}
 
 
@@ -31,6 +32,7 @@ class Model:
         lost: the point from which on values without a copy may be lost; 0: none is.
         freed: versions of which somebody may have ended all references.
         rewound: the keys that somebody rewinds, of which there may be something on its way.
+        unread: the point from which on what is on disk may be unreadable for a moment; 0: never.
     """
 
     def __init__(
@@ -40,7 +42,9 @@ class Model:
         lost: int = 0,
         freed: Collection[tuple[str, int, int]] = frozenset(),
         rewound: Collection[str] = frozenset(),
+        unread: int = 0,
     ) -> None:
+        self._unread = unread
         self._rewound = frozenset(rewound)
         self._lost = lost
         self._freed = freed
@@ -79,6 +83,8 @@ class Model:
         if code == "protocol":  # a put that was given up may come after that
             return "" if call.ended is None else "it was refused"
         if code == "object-lost" and 0 < self._lost <= call.at and call.operation.kind in _MOVE:
+            return ""
+        if code == "object-lost" and 0 < self._unread <= call.at and call.operation.kind in _READ:
             return ""
         if code not in _ERRORS:
             return "no such error is promised"

@@ -63,8 +63,8 @@ async def test_what_a_client_may_ask_again_is_known_as_long_as_it_lives(log, rec
     controller, returning, session = await come_back(log, records, session.token)
     returning.resume(session, m.Resume(LIFE, [], [], [6], last=True))
     await asyncio.sleep(0)  # nothing is left to be called later that forgets it
-    assert returning.again(session, put(6)) == ([2], None)
-    assert returning.again(session, put(6)) == ([2], None)
+    assert returning.again(session, put(6)) == m.Committed(6, [2])
+    assert returning.again(session, put(6)) == m.Committed(6, [2])
     assert returning.again(session, put(5)) is None
     assert controller.results[session.token].keys() == {("Put", 6)}
 

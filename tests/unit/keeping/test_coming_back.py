@@ -202,8 +202,10 @@ def test_requests_are_recorded_as_they_arrived() -> None:
         before = state_of(controller)
         again = made()
         assert state_of(again) == before
-        known = {number: done.result for (_, number), done in again.results[session.token].items()}
-        assert known[1] == ([1], None)
+        answers = again.results[session.token]
+        assert answers["Put", 1] == m.Committed(0, [1])
+        assert isinstance(answers["Put", 2], m.Granted)
+        assert answers["Commit", 2] == m.Committed(0, [1])
         log.close()
 
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import pytest
+
 from torchstore_core.server.spilling.workers import Workers
+
+
+def never(error: Exception) -> None:
+    raise AssertionError("a job failed") from error
 
 
 def test_jobs_are_done_once_and_reported() -> None:
@@ -17,7 +23,7 @@ def test_jobs_are_done_once_and_reported() -> None:
 
     workers = Workers("test", 3, 5, lambda call: call())
     for number in range(50):
-        workers.submit(job(number))
+        workers.submit(job(number), never)
         if number % 10 == 0:
             workers.hurry()
     assert all_done.wait(20)
@@ -33,8 +39,8 @@ def test_others_help_when_somebody_waits() -> None:
         return lambda: None
 
     workers = Workers("test", 1, 5, lambda call: call())
-    workers.submit(stuck)
-    workers.submit(lambda: helped.set)
+    workers.submit(stuck, never)
+    workers.submit(lambda: helped.set, never)
     assert not helped.wait(0.05)
     workers.hurry()
     assert helped.wait(20)
@@ -42,15 +48,39 @@ def test_others_help_when_somebody_waits() -> None:
     workers.close()
 
 
-def test_a_job_that_fails_ends_no_thread() -> None:
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), MemoryError(), OSError(5, "a disk")])
+def test_a_job_that_fails_ends_no_thread_and_says_so(error: Exception) -> None:
     done = threading.Event()
+    failures: list[Exception] = []
 
     def fails() -> Callable[[], None]:
-        raise RuntimeError("a bug")
+        raise error
 
     workers = Workers("test", 1, 0, lambda call: call())
-    workers.submit(fails)
-    workers.submit(lambda: done.set)
+    workers.submit(fails, failures.append)
+    workers.submit(lambda: done.set, never)
+    assert done.wait(20)
+    workers.close()
+    assert failures == [error]
+
+
+def test_a_system_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would do the job; later there is a thread, and it does the next one."""
+    done = threading.Event()
+    failures: list[Exception] = []
+
+    def fails(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    workers = Workers("test", 1, 5, lambda call: call())
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fails)
+        workers.submit(lambda: done.set, failures.append)
+        workers.hurry()
+    assert [str(error) for error in failures] == ["can't start new thread"]
+    assert not done.is_set()
+    workers.submit(lambda: done.set, never)
+    workers.hurry()
     assert done.wait(20)
     workers.close()
 
@@ -65,8 +95,8 @@ def test_close_leaves_what_waits() -> None:
         return lambda: None
 
     workers = Workers("test", 1, 0, lambda call: call())
-    workers.submit(stuck)
-    workers.submit(lambda: lambda: later.append(1))
+    workers.submit(stuck, never)
+    workers.submit(lambda: lambda: later.append(1), never)
     assert begun.wait(20)
     closing = threading.Thread(target=workers.close)
     closing.start()

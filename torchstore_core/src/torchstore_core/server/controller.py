@@ -12,6 +12,7 @@ import time
 from bisect import bisect_left
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -119,10 +120,12 @@ class Controller:
         self.lost_volumes = LostVolumes(self.volumes)
         self.waiting = Waiting(self.catalog, self.lost_volumes.is_lost)
         self._leases = Leases(self.volumes, strategy)
-        self.spilling = Spilling(self.volumes, self.catalog, self._free, when_full, mover, later)
+        self.spilling = self._new_spilling(
+            self.volumes, self.catalog, self._free, when_full, mover, later
+        )
         self._reads = Reads(self.catalog, self._leases, self.lost_volumes, self.spilling)
-        self.holds = Holds(self.catalog, self._free, later, grace_s)
-        self.repairs = Repairs(
+        self.holds = self._new_holds(self.catalog, self._free, later, grace_s)
+        self.repairs = self._new_repairs(
             self.volumes,
             strategy,
             self.catalog,
@@ -142,6 +145,17 @@ class Controller:
                 "Start it without spill="
             )
         self.drains = Drains(self.volumes, self.repairs, later, refuses)
+
+    # Parts of which a subclass has kinds of its own; called once, with the arguments of the class.
+
+    def _new_spilling(self, *args: Any) -> Spilling:
+        return Spilling(*args)
+
+    def _new_holds(self, *args: Any) -> Holds:
+        return Holds(*args)
+
+    def _new_repairs(self, *args: Any) -> Repairs:
+        return Repairs(*args)
 
     # ---- sessions -------------------------------------------------------------------------
 

@@ -300,6 +300,7 @@ class Server:
         self.returning = Returning(controller, keeper.life, self._died_meanwhile)
         names = [name.removeprefix(_SESSION) for name in keeper.names() if _SESSION in name]
         self.returning.begin({int(name) for name in names})
+        controller.unsent = lambda: [one.unsent for one in self.conversations]
         self._compaction = Compaction(controller, functools.partial(keeper.keep, "log"))
         if keeper.life > 1:
             took_s = time.monotonic() - begun

@@ -80,6 +80,8 @@ HIDDEN = ".torchstore-"
 MAX_INLINE = 1 << 20
 #: Most bytes in one handshake of a transport, and in its answer.
 MAX_HANDSHAKE = 1 << 20
+#: Seconds in which a volume answers one: a server half may start a process first.
+HANDSHAKE_S = 60.0
 #: Most characters of a server half's error message that are passed on.
 MAX_REASON = 1 << 14
 #: Most entries in one Listing, and most characters of their keys: limits a reply to a few MB.
@@ -402,7 +404,10 @@ class Status(Message, frozen=True, tag="status"):
 
 
 class Handshake(Message, frozen=True, tag="handshake"):
-    """Send a request to the server half of a volume's transport. Reply :class:`Handshaken`."""
+    """Send a request to the server half of a volume's transport. Reply :class:`Handshaken`.
+
+    If ``transport`` is empty, the volume itself replies, with its ``plugins.surroundings``.
+    """
 
     id: int
     volume: int

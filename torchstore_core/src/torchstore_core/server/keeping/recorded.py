@@ -9,10 +9,10 @@ not answered has been executed as far as anybody can tell; its client asks again
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -21,23 +21,21 @@ from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.errors import TorchStoreError
 from torchstore_core.machine.processes import started
 from torchstore_core.machine.topology import Topology
-from torchstore_core.reports.bandwidths import DEFAULT_BANDWIDTH
 from torchstore_core.server.controller import Controller
-from torchstore_core.server.index.records import SessionRecord, Versions
-from torchstore_core.server.index.references.holds import DEFAULT_GRACE_S, Holds
+from torchstore_core.server.index.records import SessionRecord
+from torchstore_core.server.index.references.holds import Holds
 from torchstore_core.server.keeping.log import Log, Record, Records
 from torchstore_core.server.keeping.recorded_holds import RecordedHolds
 from torchstore_core.server.keeping.recorded_repairs import RecordedRepairs
 from torchstore_core.server.keeping.recorded_spilling import RecordedSpilling
 from torchstore_core.server.keeping.state import StateReader, written
-from torchstore_core.server.reads import Reads
-from torchstore_core.server.repairing.drains import Drains
+from torchstore_core.server.serving.sending import committed, granted
 from torchstore_core.server.spilling.delays import Delayed
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import portable
 from torchstore_core.wire.repeating import number_of
 
-__all__ = ["Opened", "RecordedController", "Repeated"]
+__all__ = ["Opened", "RecordedController"]
 
 # Kinds of records. Their numbers must stay what they are only as long as a store lives.
 _OPEN, _CLOSE, _END, _REQUEST, _ABORT, _ABORT_EARLY, _RELEASE, _RELEASE_EARLY = range(8)
@@ -88,18 +86,7 @@ class Opened(msgspec.Struct, array_like=True):
 
 
 _decode_opened = msgspec.msgpack.Decoder(Opened).decode
-
-
-class Repeated(NamedTuple):
-    """What repeating a request has given: a result, or an error, as it is sent.
-
-    Args:
-        timelines: of the versions that are, or are in, the result; None: they are not ``Versions``.
-    """
-
-    result: Any
-    error: tuple[str, str, str | None, dict[str, Any]] | None = None
-    timelines: list[int] | None = None
+_Unsent = tuple[bytes, Mapping[tuple[str, int], m.Reply]]
 
 
 class RecordedController(Controller):
@@ -115,48 +102,19 @@ class RecordedController(Controller):
         opened: the sessions that are open, by token, with their processes.
         last_sent: what sessions have sent last of what has no reply, as it was recorded, by their
             serial numbers; until it is known whether they have to be read once more.
-        results: of requests that were repeated, by token, and by the class of the request and its
-            number, see ``wire.repeating``. Of those alone that have one.
+        results: the answers to requests that were repeated, by token, and by the class of the
+            request and its number, see ``wire.repeating``. Of those alone that have one.
+        unsent: gives, for each connection, the answers that a client may ask for again although
+            they are not in the results, see ``Conversation.unsent``.
     """
+
+    spilling: RecordedSpilling
+    holds: RecordedHolds
+    repairs: RecordedRepairs
 
     def __init__(self, log: Log, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.log = log
-        self.holds: RecordedHolds = RecordedHolds(
-            self._record,
-            self._record_due,
-            self.catalog,
-            self._free,
-            options.get("later", lambda delay, call: None),
-            options.get("grace_s", DEFAULT_GRACE_S),
-        )
-        self.spilling: RecordedSpilling = RecordedSpilling(
-            partial(self._record_other, _SPILLING),
-            partial(self._next_body, _SPILLING),
-            self.volumes,
-            self.catalog,
-            self._free,
-            options.get("when_full", 0),
-            options.get("mover"),
-            options.get("later", lambda delay, call: None),
-        )
-        self._reads = Reads(self.catalog, self._leases, self.lost_volumes, self.spilling)
-        later = options.get("later", lambda delay, call: None)
-        self.repairs: RecordedRepairs = RecordedRepairs(
-            partial(self._record_other, _REPAIRING),
-            self.volumes,
-            self.strategy,
-            self.catalog,
-            self._leases,
-            self.sessions,
-            self._holders,
-            self._free,
-            self.release,
-            later,
-            options.get("start_copier", lambda volume, *, again=False: None),
-            options.get("repair_bandwidth", DEFAULT_BANDWIDTH),
-        )
-        self.drains = Drains(self.volumes, self.repairs, later, self.drains.refuses)
         for at, volume in enumerate(self.volumes):
             allocator = volume.allocator
             if allocator.grow is not None:
@@ -169,7 +127,19 @@ class RecordedController(Controller):
         self._silent = False  # what happens now is part of something that is recorded
         self.opened: dict[bytes, Opened] = {}
         self.last_sent: dict[int, bytes] = {}
-        self.results: dict[bytes, dict[tuple[str, int], Repeated]] = {}
+        self.results: dict[bytes, dict[tuple[str, int], m.Reply]] = {}
+        self.unsent: Callable[[], Iterable[_Unsent]] = tuple
+
+    def _new_spilling(self, *args: Any) -> RecordedSpilling:
+        return RecordedSpilling(
+            partial(self._record_other, _SPILLING), partial(self._next_body, _SPILLING), *args
+        )
+
+    def _new_holds(self, *args: Any) -> RecordedHolds:
+        return RecordedHolds(self._record, self._record_due, *args)
+
+    def _new_repairs(self, *args: Any) -> RecordedRepairs:
+        return RecordedRepairs(partial(self._record_other, _REPAIRING), *args)
 
     # ---- what is recorded -----------------------------------------------------------------
 
@@ -324,9 +294,13 @@ class RecordedController(Controller):
 
     def write_state(self, log: Log) -> None:
         """Write the present state into a log that is empty."""
+        results = {token: dict(known) for token, known in self.results.items()}
+        for token, answers in self.unsent():
+            if answers:
+                results.setdefault(token, {}).update(answers)
         more = {
             "opened": list(self.opened.values()),
-            "results": self.results,
+            "results": results,
             "last_sent": self.last_sent,
             "spilling": self.spilling.state(),
             "repairs": self.repairs.state(),
@@ -429,34 +403,36 @@ class RecordedController(Controller):
             done = self._tried(session, request)
         except Delayed:  # it was handled later, with a record of its own, or its client asks again
             return
-        if session is not None and (number := number_of(request)):
+        if session is not None and done is not None and (number := number_of(request)):
             mine = self.results.setdefault(session.token, {})
             mine[type(request).__name__, number] = done
 
-    def _tried(self, session: Any, request: Any) -> Repeated:
-        """What a request gives; an error is part of that, as it was the first time."""
+    def _tried(self, session: Any, request: Any) -> m.Reply | None:
+        """The answer to a request, if it has a number; also if that is an error."""
         try:
             match request:
                 case m.Put():
-                    versions, grants = Controller.put(self, session, request)
-                    return Repeated((list(versions), grants), None, _timelines(versions))
+                    return granted(0, *Controller.put(self, session, request))
                 case m.Commit():
-                    versions = Controller.commit(self, session, request.txn)
-                    return Repeated(list(versions), None, _timelines(versions))
+                    return committed(0, Controller.commit(self, session, request.txn))
                 case m.Delete():
-                    return Repeated(Controller.delete(self, request.keys, request.strict))
+                    return m.Deleted(0, Controller.delete(self, request.keys, request.strict))
                 case m.PutObject():
-                    return Repeated(Controller.put_object(self, session, request))
+                    return granted(0, *Controller.put_object(self, session, request))
                 case m.Locate():
-                    return Repeated(Controller.locate(self, session, request))
+                    Controller.locate(self, session, request)
                 case m.Fetch():
-                    return Repeated(Controller.fetch(self, session, request))
+                    Controller.fetch(self, session, request)
                 case m.Hold():
                     held = self.holds.answer(session, request)
-                    return Repeated([held.version], None, [held.timeline])
-            return Repeated(self.holds.answer(session, request))
+                    return m.CommittedIn(0, [held.version], [held.timeline])
+                case m.Free():
+                    return m.Deleted(0, self.holds.answer(session, request))
+                case _:
+                    self.holds.answer(session, request)
         except TorchStoreError as error:
-            return Repeated(None, (error.code, error.message, error.key, portable(error)[1]))
+            return m.Failure(0, error.code, error.message, error.key, portable(error)[1])
+        return None
 
     def _abort_again(self, record: Record) -> None:
         if (session := self._known.get(record.session)) is not None:
@@ -487,7 +463,3 @@ class RecordedController(Controller):
         _GREW: _grew_again,
         _REPAIRING: _repair_again,
     }
-
-
-def _timelines(versions: list[int]) -> list[int] | None:
-    return versions.timelines if isinstance(versions, Versions) else None

@@ -244,8 +244,8 @@ class RecordedSpilling(Spilling):
 
     def _only_in_memory(self, tracked: Tracked) -> None:
         """Whether its copy on disk was given up later is not known."""
-        tracked.extent, tracked.sums = None, []
         self.values.move(tracked, State.DIRTY)
+        tracked.extent, tracked.sums = None, []
 
     @contextmanager
     def repeating(self) -> Iterator[None]:

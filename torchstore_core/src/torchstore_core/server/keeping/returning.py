@@ -12,9 +12,11 @@ import os
 import signal
 from collections.abc import Callable, Collection
 
-from torchstore_core.errors import StoreClosedError, TorchStoreError, from_wire
+import msgspec
+
+from torchstore_core.errors import StoreClosedError, TorchStoreError
 from torchstore_core.machine.processes import ProcessWatch, started
-from torchstore_core.server.index.records import SessionRecord, Versions
+from torchstore_core.server.index.records import SessionRecord
 from torchstore_core.server.keeping.recorded import Opened, RecordedController
 from torchstore_core.server.serving.holding import is_holder
 from torchstore_core.wire import messages as m
@@ -178,15 +180,9 @@ class Returning:
         waiting.append(call)
         return True
 
-    def again(
-        self, session: SessionRecord, request: m.Repeatable
-    ) -> tuple[list[int], list[m.Grant | None] | None] | list[int] | int | None:
-        """What a request gave in an earlier life, which its client asks for again: the result of
-        the controller's method, of a ``Hold`` the version; None if it was not executed, or does not
-        change anything.
-
-        Raises:
-            TorchStoreError: what it raised.
+    def again(self, session: SessionRecord, request: m.Repeatable) -> m.Reply | None:
+        """The answer to a request of an earlier life, which its client asks for again; None if it
+        was not executed then, or does not change anything.
         """
         controller = self._controller
         if isinstance(request, m.Locate | m.Fetch):
@@ -196,17 +192,7 @@ class Returning:
         number = number_of(request)
         known = controller.results.get(session.token, {})
         found = known.get((type(request).__name__, number)) if number else None
-        if found is None:
-            return None
-        if found.error is not None:
-            raise from_wire(*found.error)
-        if found.timelines is None:
-            result: tuple[list[int], list[m.Grant | None] | None] | list[int] | int = found.result
-            return result
-        if isinstance(found.result, list):
-            return Versions(found.result, found.timelines)
-        versions, grants = found.result
-        return Versions(versions, found.timelines), grants
+        return None if found is None else msgspec.structs.replace(found, id=request.id)
 
     def close(self) -> None:
         """Watch no process any more."""

@@ -34,6 +34,7 @@ from torchstore_core.errors import (
 )
 from torchstore_core.plugins.registry import load_class
 from torchstore_core.wire.framing import HEADER, FrameReader, portable
+from torchstore_core.wire.messages import HANDSHAKE_S
 
 __all__ = ["IsolatedServer"]
 
@@ -45,6 +46,10 @@ _RECEIVE = 1 << 16
 _START_S = 60.0
 _CLOSE_S = 2.0
 _DISCONNECT_S = 5.0
+# How often a process is asked whether it is alive, and for how many such pauses it may say nothing.
+# Counted by the pauses of this process: if both were stopped, the other one has time to answer.
+_PAUSE_S = 5.0
+_SILENT_PAUSES = 4
 
 
 class _Order(msgspec.Struct, frozen=True):
@@ -62,7 +67,9 @@ class _Order(msgspec.Struct, frozen=True):
 
 
 class _Ask(msgspec.Struct, frozen=True, array_like=True):
-    """A call of a method of the half: ``start``, ``handshake``, ``disconnect`` or ``close``."""
+    """A call of a method of the half: ``start``, ``handshake``, ``disconnect`` or ``close``; or
+    ``alive``, which calls none.
+    """
 
     id: int
     method: str
@@ -93,7 +100,9 @@ def _frame(message: _Ask | _Answer) -> bytes:
 
 class IsolatedServer(TransportServer):
     """A server half in a process of its own. The process is started by the first handshake; if it
-    has died, the next handshake starts a new one.
+    has died, the next handshake starts a new one. A process that hangs is killed, whatever it was
+    doing: when its event loop is silent, or when it cannot disconnect a client. A client whose
+    handshake is not answered in time is disconnected.
 
     Args:
         half: ``"module:Class"`` of the :class:`TransportServer`.
@@ -108,6 +117,7 @@ class IsolatedServer(TransportServer):
         self._process: _HalfProcess | None = None
         self._starting = asyncio.Lock()
         self._peers: set[bytes] = set()
+        self._ending: dict[bytes, asyncio.Future[None]] = {}  # clients that are being disconnected
         # Handshakes that wait for the process to start, each with its client.
         self._waiting: dict[object, bytes] = {}
         self._closed = False
@@ -120,27 +130,35 @@ class IsolatedServer(TransportServer):
         waiting = object()
         self._waiting[waiting] = peer
         try:
+            if (ending := self._ending.get(peer)) is not None:
+                await asyncio.wait([ending])
             process = await self._running()
         finally:
             wanted = self._waiting.pop(waiting, None)
         if wanted is None:
             raise TransportError("this client has disconnected")
         self._peers.add(peer)
-        return await process.ask("handshake", peer, request)
+        try:
+            async with asyncio.timeout(HANDSHAKE_S) as limit:
+                return await process.ask("handshake", peer, request)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+        error = f"the process of {self._half} did not answer a handshake within {HANDSHAKE_S:g} s"
+        log.warning("%s: its client is disconnected", error)
+        await self.disconnect(peer)
+        raise TransportNotReadyError(error)
 
     async def disconnect(self, peer: bytes) -> None:
         for waiting in [one for one, whose in self._waiting.items() if whose == peer]:
             del self._waiting[waiting]
-        process = self._process
-        if process is None or peer not in self._peers:
-            return
-        self._peers.discard(peer)
-        try:
-            async with asyncio.timeout(_DISCONNECT_S):
-                await process.ask("disconnect", peer)
-        except (TransportError, TimeoutError) as error:
-            log.warning("the process of %s cannot end a client: %r", self._half, error)
-            await process.kill()  # without its process, the half moves no more bytes
+        process, ending = self._process, self._ending.get(peer)
+        if process is not None and ending is None and peer in self._peers:
+            self._peers.discard(peer)
+            ending = self._ending[peer] = asyncio.ensure_future(self._end(process, peer))
+            ending.add_done_callback(lambda _: self._ending.pop(peer))
+        if ending is not None:
+            await asyncio.shield(ending)
 
     def registered(self, segment: int) -> int:
         process = self._process
@@ -157,6 +175,15 @@ class IsolatedServer(TransportServer):
         if process is not None:
             with contextlib.suppress(TransportError, TimeoutError):
                 await asyncio.wait_for(process.ask("close"), _CLOSE_S)
+            await process.kill()
+
+    async def _end(self, process: _HalfProcess, peer: bytes) -> None:
+        """Return once no byte of a client moves: the process has disconnected it, or is killed."""
+        try:
+            async with asyncio.timeout(_DISCONNECT_S):
+                await process.ask("disconnect", peer)
+        except (TransportError, TimeoutError) as error:
+            log.warning("the process of %s cannot end a client: %r", self._half, error)
             await process.kill()
 
     async def _running(self) -> _HalfProcess:
@@ -184,6 +211,7 @@ class IsolatedServer(TransportServer):
                         f"the process of {self._half} did not start within {_START_S:g} s"
                     ) from error
                 raise
+            process.watch()
             return process
 
 
@@ -200,6 +228,8 @@ class _HalfProcess(asyncio.Protocol):
         self.registered: tuple[int, ...] = ()
         self.ended = False
         self._killing: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._heard = 0  # how often the process has said something
         self._sock, theirs = socket.socketpair()
         order = _Order(half, theirs.fileno(), context, list(segments))
         try:
@@ -220,9 +250,13 @@ class _HalfProcess(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         self._transport, _ = await loop.create_unix_connection(lambda: self, sock=self._sock)
 
+    def watch(self) -> None:
+        """From now on, kill the process if its event loop hangs. Must be called once."""
+        self._watching = asyncio.get_running_loop().create_task(self._watch())
+
     @property
     def is_asked(self) -> bool:
-        """Whether the process has requests that it has not answered yet."""
+        """Whether a method of the half has been called that has not returned yet."""
         return bool(self._unanswered)
 
     async def ask(self, method: str, peer: bytes = b"", data: bytes = b"") -> bytes:
@@ -256,6 +290,7 @@ class _HalfProcess(asyncio.Protocol):
     # ---- asyncio.Protocol -----------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
+        self._heard += 1
         try:
             for body in self._reader.feed(data):
                 self._answered(msgspec.msgpack.decode(body, type=_Answer))
@@ -267,6 +302,18 @@ class _HalfProcess(asyncio.Protocol):
         self._fail()
 
     # ---- inside ---------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Ask the process again and again whether it is alive, and kill it if it says nothing."""
+        silent, heard = 0, -1
+        while silent < _SILENT_PAUSES and self._transport is not None:
+            if heard != self._heard:
+                silent, heard = 0, self._heard
+                self._transport.write(_frame(_Ask(next(self._ids), "alive")))
+            await asyncio.sleep(_PAUSE_S)
+            silent += 1
+        log.warning("the process of %s hangs: it is killed", self._half)
+        self._fail()
 
     def _answered(self, answer: _Answer) -> None:
         self.registered = answer.registered
@@ -288,6 +335,8 @@ class _HalfProcess(asyncio.Protocol):
         if self.ended:
             return
         self.ended = True
+        if self._watching is not None:
+            self._watching.cancel()
         for pending in self._pending.values():
             if not pending.done():
                 pending.set_exception(self._died())

@@ -139,18 +139,20 @@ class SegmentMemory:
     def trim(self, start: int) -> int:
         """Return the pages from ``start`` on to the system; returns the number of bytes.
 
-        No range there may be allocated. Mappings of the pages read as zeros afterwards.
+        No range there may be allocated. Mappings of the pages read as zeros afterwards. Pages that
+        nobody has told of are returned, too: registering memory makes some.
         """
         start = -(-max(start, self.registered()) // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock:
-            if self._closed or self._thread is not None or start >= self._warm:
+            if self._closed or self._thread is not None or start >= self.nbytes:
                 return 0
-            given = self._warm - start
-            if not punch_hole(self.fd, start, given):
+            had = os.fstat(self.fd).st_blocks
+            if not punch_hole(self.fd, start, self.nbytes - start):
                 return 0
-            self._warm = self._target = start
-            self._assured = 0
-            return given
+            if start < self._warm:
+                self._warm = self._target = start
+                self._assured = 0
+            return (had - os.fstat(self.fd).st_blocks) * 512
 
     def close(self) -> None:
         """Close the descriptor, after a running prefault has ended (within one step)."""

@@ -8,6 +8,8 @@ import os
 from collections.abc import Awaitable
 from typing import Any
 
+import msgspec
+
 from torchstore_core.contracts.transport import Segment, ServerContext, TransportServer
 from torchstore_core.errors import (
     ConfigurationError,
@@ -17,6 +19,7 @@ from torchstore_core.errors import (
 )
 from torchstore_core.machine import networks, topology
 from torchstore_core.plugins.registry import Registry, load_class
+from torchstore_core.plugins.surroundings import surroundings
 from torchstore_core.server.memory.isolated import IsolatedServer
 from torchstore_core.server.memory.segment import SegmentMemory
 from torchstore_core.wire import messages as m
@@ -64,6 +67,8 @@ class Volume:
         self.index = index
         self.capacity = capacity
         self.memory = SegmentMemory(self.id, capacity, fd)
+        # What the halves are given; the conformance kit adds another one.
+        self.segments = [Segment(0, self.memory.fd, capacity)]
         self._registry = registry
         self._context = ServerContext(store_name, self.id, directory, topology.probe())
         self._halves: dict[str, TransportServer] = {}
@@ -87,7 +92,6 @@ class Volume:
             self._check_addresses()
         offers: dict[str, bytes] = {}
         refused: dict[str, str] = {}
-        segment = Segment(0, self.memory.fd, self.capacity)
         for spec in transports:
             if spec.server is None:
                 continue
@@ -101,7 +105,7 @@ class Volume:
                     if spec.isolated
                     else load_class(spec.server)()
                 )
-                offer: object = await half.start(self._context, [segment])
+                offer: object = await half.start(self._context, self.segments)
                 self._halves[spec.name] = half
                 if not isinstance(offer, bytes):
                     raise PluginError(f"its offer is a {type(offer).__qualname__}, not bytes")
@@ -156,6 +160,9 @@ class Volume:
             TransportUnavailableError: there is no such half.
             TransportError: the half failed; any exception that it raises becomes this error.
         """
+        if not transport:  # the volume itself is asked
+            around = await asyncio.to_thread(surroundings, self._registry)
+            return msgspec.msgpack.encode(around)
         half = self._halves.get(transport)
         if half is None:
             raise TransportUnavailableError(f"volume {self.id} does not serve {transport!r}")

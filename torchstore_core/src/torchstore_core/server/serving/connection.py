@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from torchstore_core.errors import ProtocolError
 from torchstore_core.server.index.records import SessionRecord
@@ -52,6 +52,8 @@ class Connection(ClientSocket):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        # Read nothing more while the kernel has no room for an answer: see Conversation.unsent.
+        cast(asyncio.Transport, transport).set_write_buffer_limits(0)
         self._server.connections.add(self)
         if self._returned is not None:
             self._keep(self._returned)

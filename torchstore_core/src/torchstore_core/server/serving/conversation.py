@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -25,10 +25,11 @@ from torchstore_core.server.index.records import SessionRecord, Versions, Waiter
 from torchstore_core.server.serving import inspection
 from torchstore_core.server.serving.holding import HOLD_REQUESTS, answer_holds, is_holder
 from torchstore_core.server.serving.members import is_member
-from torchstore_core.server.serving.sending import Sender
+from torchstore_core.server.serving.sending import Sender, committed, granted
 from torchstore_core.server.spilling.delays import Delayed
 from torchstore_core.wire import messages as m
-from torchstore_core.wire.framing import decode_request
+from torchstore_core.wire.framing import decode_request, portable
+from torchstore_core.wire.repeating import number_of
 
 if TYPE_CHECKING:
     from torchstore_core.server.controller import Controller
@@ -231,6 +232,27 @@ class Conversation:
             self._delayed.pop(getattr(request, "id", 0), None)
         if reply is not None:
             self.send(reply)
+            if self._sender.is_behind:
+                self._note_unsent(request, reply)
+
+    def _note_unsent(self, request: m.Request, reply: m.Reply) -> None:
+        """Its client may ask for this again, though the log may lack the request by then."""
+        if isinstance(request, m.Again):
+            request = request.request
+        if number := number_of(request):
+            if isinstance(reply, m.Failure):  # its details may be those of a plug-in
+                error = TorchStoreError(reply.message, details=reply.details)
+                reply = msgspec.structs.replace(reply, details=portable(error)[1])
+            self._sender.unsent[type(request).__name__, number] = reply
+
+    @property
+    def unsent(self) -> tuple[bytes, Mapping[tuple[str, int], m.Reply]]:
+        """The token of its session, and answers to requests with numbers (see ``wire.repeating``)
+        of which some may not have been given to the kernel yet. There are few: while that has no
+        room for an answer, no other request is read from the client.
+        """
+        token = b"" if self._session is None else self._session.token
+        return token, self._sender.unsent
 
     def _handle_other(self, request: m.Request) -> None:
         """Handle what is no request of a session: a first message, or what a volume tells."""
@@ -360,16 +382,7 @@ class Conversation:
         """Answer a request that an earlier life of the server may have executed."""
         returning = self._server.returning
         before = None if returning is None else returning.again(session, request)
-        if before is None:
-            return self._answer(request, session)
-        if isinstance(before, int):
-            return m.Deleted(request.id, before)
-        if isinstance(before, list):
-            return _committed(request.id, before)
-        versions, grants = before
-        if grants is None:
-            return _committed(request.id, versions)
-        return m.Granted(request.id, grants)
+        return self._answer(request, session) if before is None else before
 
     def _answer(
         self, request: m.Request, session: SessionRecord, body: bytes = b""
@@ -388,16 +401,13 @@ class Conversation:
             return m.Granted(request.id, grants)
         if type(versions) is list:  # the usual case, very often
             return m.Committed(request.id, versions)
-        return _committed(request.id, versions)
+        return committed(request.id, versions)
 
     def _put_object(self, request: m.PutObject, session: SessionRecord, body: bytes) -> m.Reply:
-        versions, grants = self._server.controller.put_object(session, request, body)
-        if grants is not None:
-            return m.Granted(request.id, grants)
-        return m.Committed(request.id, versions)
+        return granted(request.id, *self._server.controller.put_object(session, request, body))
 
     def _commit(self, request: m.Commit, session: SessionRecord, body: bytes) -> m.Reply:
-        return _committed(request.id, self._server.controller.commit(session, request.txn, body))
+        return committed(request.id, self._server.controller.commit(session, request.txn, body))
 
     def _locate(self, request: m.Locate, session: SessionRecord, body: bytes) -> m.Reply:
         entries, leased = self._server.controller.locate(session, request)
@@ -511,7 +521,7 @@ class Conversation:
             if controller.catalog.timelines.last:
                 timelines = map(controller.catalog.timeline, request.keys, versions)
                 versions = Versions(versions, timelines)
-            self.send(_committed(request.id, versions))
+            self.send(committed(request.id, versions))
 
         def fail(error: TorchStoreError) -> None:
             self._waiters.pop(request.id, None)
@@ -548,12 +558,6 @@ _ANSWERS: dict[
     m.WaitAny: Conversation._wait_any,
     **dict.fromkeys(HOLD_REQUESTS, Conversation._answer_about_holds),
 }
-
-
-def _committed(number: int, versions: list[int]) -> m.Committed:
-    if type(versions) is Versions:
-        return m.CommittedIn(number, versions, versions.timelines)
-    return m.Committed(number, versions)
 
 
 def _keep_nothing(session: SessionRecord) -> None:

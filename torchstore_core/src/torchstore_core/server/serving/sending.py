@@ -1,4 +1,4 @@
-"""Sends replies to clients: at once, or page by page if they are long."""
+"""Replies to clients: what they are made of, and sending them, at once or page by page."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
 
+from torchstore_core.server.index.records import Versions
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.paging import first_frame, frames
 
-__all__ = ["Sender"]
+__all__ = ["Sender", "committed", "granted"]
 
 
 class Sender:
@@ -20,9 +21,14 @@ class Sender:
 
     Args:
         write: sends a whole frame.
+
+    Attributes:
+        is_behind: whether some of what was sent is still to be given to the kernel.
+        unsent: answers that may be among that; whoever sends some puts them there while it
+            ``is_behind``.
     """
 
-    __slots__ = ("_long", "_paused", "_scheduled", "_then", "_write")
+    __slots__ = ("_long", "_paused", "_scheduled", "_then", "_write", "is_behind", "unsent")
 
     def __init__(self, write: Callable[[bytearray], None]) -> None:
         self._write = write
@@ -30,6 +36,8 @@ class Sender:
         self._paused = False
         self._scheduled = False
         self._then: Callable[[], None] | None = None
+        self.is_behind = False
+        self.unsent: dict[tuple[str, int], m.Reply] = {}
 
     def send(self, message: m.Message) -> None:
         """Send a message; if it is long, start sending it page by page."""
@@ -38,19 +46,22 @@ class Sender:
             self._write(frame)
             return
         self._long.append((getattr(message, "id", 0), frames(message)))
+        self.is_behind = True
         self._schedule()
 
     def cancel(self, request_id: int) -> None:
         """Drop the rest of a reply that the client no longer waits for."""
         self._long = deque(one for one in self._long if one[0] != request_id)
+        self._look()
 
     def pause(self) -> None:
         """Stop sending pages, because the client does not read what it was sent."""
-        self._paused = True
+        self._paused = self.is_behind = True
 
     def resume(self) -> None:
-        """Resume sending pages, because the client reads again."""
+        """Resume sending pages, because the client reads again, and has been sent the rest."""
         self._paused = False
+        self._look()
         self._schedule()
 
     def when_sent(self, then: Callable[[], None]) -> bool:
@@ -64,6 +75,7 @@ class Sender:
     def close(self) -> None:
         """Stop sending for good, because the connection is gone."""
         self._long.clear()
+        self.unsent.clear()
         self._then = None
         self._write = _to_nobody
 
@@ -81,10 +93,31 @@ class Sender:
         if frame is not None:
             self._long.append(one)  # several long replies take turns
             self._write(frame)
+        self._look()
         self._schedule()
         if self._then is not None and not self._long:
             self._then()
 
+    def _look(self) -> None:
+        """Something has been sent, or need not be any more: perhaps that was all."""
+        if not (self._paused or self._long):
+            self.is_behind = False
+            self.unsent.clear()
+
 
 def _to_nobody(frame: bytearray) -> None:
     """Discard a frame, because the connection is gone."""
+
+
+def granted(
+    number: int, versions: list[int], grants: list[m.Grant | None] | None
+) -> m.Granted | m.Committed:
+    """The answer to a put: where to write, or what it has made if there is nothing to write."""
+    return committed(number, versions) if grants is None else m.Granted(number, grants)
+
+
+def committed(number: int, versions: list[int]) -> m.Committed:
+    """The answer that says which versions were made."""
+    if type(versions) is Versions:
+        return m.CommittedIn(number, list(versions), versions.timelines)
+    return m.Committed(number, versions)

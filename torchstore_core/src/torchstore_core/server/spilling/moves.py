@@ -40,7 +40,7 @@ _MOST_AT_ONCE = 4 * _MOST_TOGETHER
 # After the disk has refused a write, none is tried for so many seconds.
 _PAUSE_S = 1.0
 
-_Written = tuple[Tracked, list[int], OSError | None]
+_Written = tuple[Tracked, list[int], Exception | None]
 
 
 class Mover:
@@ -123,6 +123,8 @@ class Mover:
             return
         values = self._values
         wanted = nbytes - values.bytes_of[State.WRITING]
+        if wanted <= 0:  # what is under way is enough
+            return
         found: list[Tracked] = []
         if self.file.free:
             found = values.oldest(State.DIRTY, wanted, self._fits, _MOST_AT_ONCE)
@@ -137,7 +139,6 @@ class Mover:
             if extent is None:  # those before it took the room
                 continue
             tracked.extent = extent
-            values.move(tracked, State.WRITING)
             batch.append(tracked)
             size += tracked.nbytes
             if size >= _BATCH:
@@ -163,14 +164,10 @@ class Mover:
         giving up copies of values that are in memory; the most recently used first.
         """
         values = self._values
-        copies = list(values.newest(State.CLEAN))
-        freed = sum(one.extent.span for one in copies if one.extent is not None)
-        found = values.oldest(State.DIRTY, 1, lambda tracked: self._fits(tracked, freed))
-        for clean in copies if found else ():
-            if self._fits(found[0]):
-                break
-            self._discard(clean)
+        found = values.oldest(State.DIRTY, 1, lambda tracked: self._fits(tracked, values.copied))
+        while found and not self._fits(found[0]) and (clean := values.newest(State.CLEAN)):
             values.move(clean, State.DIRTY)
+            self._discard(clean)
         return found
 
     def _submit_together(self, batch: Sequence[Tracked]) -> None:
@@ -188,29 +185,21 @@ class Mover:
             here = value.volume, value.nbytes, value.offset
             places.append(here if value.data is None else value.data)
             tracked.extent = extent
-            self._values.move(tracked, State.WRITING)
-        troubles = self._troubles
 
-        def job() -> Callable[[], None]:
-            try:
-                contents = [
-                    one if isinstance(one, bytes) else os.pread(self._memories[one[0]].fd, *one[1:])
-                    for one in places
-                ]
-                sums = self.file.write_together(contents, whole)
-            except OSError as error:
-                done: list[_Written] = [(tracked, [], error) for tracked in batch]
-            else:
-                done = [(*one, None) for one in zip(batch, sums, strict=True)]
-            return functools.partial(self._written, done, troubles)
+        def job() -> list[_Written]:
+            contents = [
+                one if isinstance(one, bytes) else os.pread(self._memories[one[0]].fd, *one[1:])
+                for one in places
+            ]
+            sums = self.file.write_together(contents, whole)
+            return [(*one, None) for one in zip(batch, sums, strict=True)]
 
-        self._writers.submit(job)
+        self._begin_writing(batch, job)
 
-    def _submit(self, batch: list[Tracked]) -> None:
+    def _submit(self, batch: Sequence[Tracked]) -> None:
         places = [(t, *t.value.places[0], t.extent) for t in batch]
-        troubles = self._troubles
 
-        def job() -> Callable[[], None]:
+        def job() -> list[_Written]:
             done: list[_Written] = []
             for tracked, volume, offset, extent in places:
                 if extent is None or tracked.gone:
@@ -222,9 +211,20 @@ class Mover:
                     done.append((tracked, [], error))
                 else:
                     done.append((tracked, sums, None))
-            return functools.partial(self._written, done, troubles)
+            return done
 
-        self._writers.submit(job)
+        self._begin_writing(batch, job)
+
+    def _begin_writing(self, batch: Sequence[Tracked], job: Callable[[], list[_Written]]) -> None:
+        """Have values written by a job; if it fails, none of them was."""
+        for tracked in batch:
+            self._values.move(tracked, State.WRITING)
+        troubles = self._troubles
+
+        def failed(error: Exception) -> None:
+            self._written([(tracked, [], error) for tracked in batch], troubles)
+
+        self._writers.submit(lambda: functools.partial(self._written, job(), troubles), failed)
 
     def _written(self, done: list[_Written], troubles: int) -> None:
         """``troubles``: how often nothing could be written before these writes were begun."""
@@ -234,7 +234,7 @@ class Mover:
             elif error is not None:
                 self._discard(tracked)
                 self._values.move(tracked, State.DIRTY, first=True)
-                self._pause(os.strerror(error.errno or errno.EIO))
+                self._pause(_why(error))
             else:
                 if troubles == self._troubles:  # what failed meanwhile says more: this found a gap
                     self.trouble = ""
@@ -285,7 +285,8 @@ class Mover:
                 self._submit_read(tracked)
         small.sort(key=_position)
         for some in _portions(small):
-            self._readers.submit(functools.partial(self._read_together_in_thread, some))
+            job = functools.partial(self._read_together_in_thread, some)
+            self._readers.submit(job, functools.partial(self._none_read, some))
 
     def _submit_read(self, tracked: Tracked) -> None:
         """Have all readers read pieces of a large value."""
@@ -294,7 +295,8 @@ class Mover:
         shares = [slice(start, start + step) for start in range(0, count, step)]
         tracked.reads, tracked.error = len(shares), None
         for share in shares:
-            self._readers.submit(functools.partial(self._read_in_thread, tracked, share))
+            job = functools.partial(self._read_in_thread, tracked, share)
+            self._readers.submit(job, functools.partial(self._share_read, tracked))
 
     def _place(self, tracked: Tracked) -> tuple[int, int] | None:
         """Memory for a value, in the volume where it was if there is room. What is in the server's
@@ -321,10 +323,7 @@ class Mover:
         volume, offset = tracked.place
         extent, memory = tracked.extent, self._memories[volume]
         if extent is not None and not tracked.gone:
-            try:
-                self.file.read(memory, offset, extent, tracked.sums, share)
-            except OSError as error:
-                return functools.partial(self._share_read, tracked, error)
+            self.file.read(memory, offset, extent, tracked.sums, share)
         return functools.partial(self._share_read, tracked, None)
 
     def _free_place(self, tracked: Tracked, place: tuple[int, int]) -> None:
@@ -342,7 +341,7 @@ class Mover:
             if tracked.extent is not None and not tracked.gone
         ]
         found = self.file.read_together([(extent, sums) for _, extent, sums in there])
-        contents: dict[int, bytes | OSError] = {}
+        contents: dict[int, bytes | Exception] = {}
         for (tracked, _, _), content in zip(there, found, strict=True):
             contents[tracked.number] = content
             if isinstance(content, bytes) and not tracked.is_inline:
@@ -355,7 +354,7 @@ class Mover:
         return functools.partial(self._read_together, wanted, contents)
 
     def _read_together(
-        self, wanted: Sequence[Tracked], contents: Mapping[int, bytes | OSError]
+        self, wanted: Sequence[Tracked], contents: Mapping[int, bytes | Exception]
     ) -> None:
         for tracked in wanted:
             content = contents.get(tracked.number, b"")
@@ -366,17 +365,20 @@ class Mover:
                 self._read(tracked, content)
         self._moved(True)
 
-    def _share_read(self, tracked: Tracked, error: OSError | None) -> None:
+    def _none_read(self, wanted: Sequence[Tracked], error: Exception) -> None:
+        self._read_together(wanted, {tracked.number: error for tracked in wanted})
+
+    def _share_read(self, tracked: Tracked, error: Exception | None) -> None:
         tracked.error = tracked.error or error
         tracked.reads -= 1
         if not tracked.reads:
             self._read(tracked, tracked.error)
             self._moved(True)
 
-    def _read(self, tracked: Tracked, error: OSError | None) -> None:
+    def _read(self, tracked: Tracked, error: Exception | None) -> None:
         if error is not None and not tracked.gone:
             tracked.is_damaged = isinstance(error, DamagedError)
-            tracked.failure = error.strerror or str(error)
+            tracked.failure = _why(error)
             log.error("%r cannot be read from %s: %s", tracked.key, self.file.directory, error)
         self._ended(tracked)
         self.note_read(tracked)
@@ -443,9 +445,9 @@ class Mover:
                     self.file.cut(tail)
             return functools.partial(self._trimmed, tail)
 
-        self._writers.submit(job)
+        self._writers.submit(job, functools.partial(self._trimmed, tail))
 
-    def _trimmed(self, tail: tuple[int, int] | None) -> None:
+    def _trimmed(self, tail: tuple[int, int] | None, error: Exception | None = None) -> None:
         self._trimming = False
         if tail is not None:
             self.file.return_tail(tail)
@@ -459,6 +461,17 @@ class Mover:
         for memory in self._memories:
             memory.close()
         self.file.close()
+
+
+def _why(error: Exception) -> str:
+    """Why something could not be read or written, for people.
+
+    >>> _why(OSError(errno.ENOSPC, "said by the system")), _why(MemoryError())
+    ('said by the system', 'MemoryError')
+    """
+    if isinstance(error, OSError):
+        return error.strerror or str(error) or os.strerror(error.errno or errno.EIO)
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def _is_small(tracked: Tracked) -> bool:

@@ -51,7 +51,8 @@ class Tracked(msgspec.Struct, eq=False):
         key: of the version that it is, or that it is part of.
         number: which of all values that were ever tracked it is.
         wanted: how many delayed requests are to find it in memory when they are retried.
-        extent, sums: where it lies in the spill file, and the checksums of its pieces.
+        extent, sums: where it lies in the spill file, and the checksums of its pieces; they do not
+            change while it is clean.
         gone: nobody holds the value any more; what is under way only has to be cleaned up.
         failure: why it could not be read.
         is_damaged: whether it never can be.
@@ -75,7 +76,7 @@ class Tracked(msgspec.Struct, eq=False):
     is_damaged: bool = False
     place: tuple[int, int] = (-1, -1)
     reads: int = 0
-    error: OSError | None = None
+    error: Exception | None = None
     waiting: list[Ticket] = []
     is_inline: bool = False
     content: bytes = b""
@@ -137,6 +138,7 @@ class Residency:
     Attributes:
         away: how many are not in memory.
         bytes_of: bytes of the values in each state.
+        copied: bytes of the spill file that hold copies of clean values.
         next_number: of the next value that is tracked.
     """
 
@@ -144,6 +146,7 @@ class Residency:
         self._tracked: dict[int, Tracked] = {}
         self._by_use: dict[State, OrderedDict[int, Tracked]] = {s: OrderedDict() for s in _RANKED}
         self.bytes_of = dict.fromkeys(State, 0)
+        self.copied = 0
         self.count_of = dict.fromkeys(State, 0)
         self.next_number = 0
         # How many of each size there are that have a copy on disk, and these sizes as a heap, the
@@ -235,9 +238,9 @@ class Residency:
         for state in (State.CLEAN, State.CACHED):
             yield from self._by_use[state].values()
 
-    def newest(self, state: State) -> Iterator[Tracked]:
-        """The values in this state, the most recently used first."""
-        return iter(list(reversed(self._by_use[state].values())))
+    def newest(self, state: State) -> Tracked | None:
+        """The most recently used value in this state."""
+        return next(reversed(self._by_use[state].values()), None)
 
     def tracked(self, values: Iterable[Value]) -> list[Tracked]:
         """Those of the values that are tracked."""
@@ -251,6 +254,8 @@ class Residency:
                 self._sizes[size] = 0
                 heapq.heappush(self._largest, -size)
             self._sizes[size] += 1
+        if tracked.state is State.CLEAN and tracked.extent is not None:
+            self.copied += tracked.extent.span
         self.bytes_of[tracked.state] += size
         self.count_of[tracked.state] += 1
         order = self._by_use.get(tracked.state)
@@ -261,6 +266,8 @@ class Residency:
         size = tracked.nbytes
         if tracked.state in _WITH_COPY:
             self._sizes[size] -= 1
+        if tracked.state is State.CLEAN and tracked.extent is not None:
+            self.copied -= tracked.extent.span
         self.bytes_of[tracked.state] -= size
         self.count_of[tracked.state] -= 1
         order = self._by_use.get(tracked.state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import queue
@@ -13,6 +14,7 @@ __all__ = ["Workers"]
 log = logging.getLogger(__name__)
 
 _Job = Callable[[], Callable[[], None]]
+_Failed = Callable[[Exception], None]
 
 
 class Workers:
@@ -32,7 +34,7 @@ class Workers:
         self._count = count
         self._nice = nice
         self._soon = soon
-        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[_Job, _Failed]] = queue.SimpleQueue()
         # One token for each job. A thread of either kind takes a token of its kind, and then the
         # next job, unless there is none left because a thread of the other kind has taken it.
         self._tokens: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -43,13 +45,19 @@ class Workers:
         self._lock = threading.Lock()
         self._closed = False
 
-    def submit(self, job: _Job) -> None:
-        """Do a job in one of the threads. What it returns is then called by the event loop."""
-        self._jobs.put(job)
+    def submit(self, job: _Job, failed: _Failed) -> None:
+        """Do a job in one of the threads. What it returns is then called by the event loop; or, if
+        it raises or no thread can be started, ``failed``, with why.
+        """
         with self._lock:
             self._open += 1
             if self._open > len(self._threads) < self._count:
-                self._start(self._threads, self._tokens, self._nice)
+                error = self._start(self._threads, self._tokens, self._nice)
+                if error is not None and not self._threads:
+                    self._open -= 1
+                    self._soon(functools.partial(failed, error))
+                    return
+        self._jobs.put((job, failed))
         self._tokens.put(True)
 
     def hurry(self) -> None:
@@ -57,7 +65,8 @@ class Workers:
         if not self._nice:
             return
         while len(self._urgent_threads) < self._count:
-            self._start(self._urgent_threads, self._urgent, 0)
+            if self._start(self._urgent_threads, self._urgent, 0) is not None:
+                break
         for _ in range(self._jobs.qsize() - self._urgent.qsize()):
             self._urgent.put(True)
 
@@ -75,11 +84,17 @@ class Workers:
 
     def _start(
         self, threads: list[threading.Thread], tokens: queue.SimpleQueue[bool], nice: int
-    ) -> None:
+    ) -> Exception | None:
+        """Start one more thread; why that is not possible, if it is not."""
         arguments = (tokens, nice)
         thread = threading.Thread(target=self._run, args=arguments, name=self._name, daemon=True)
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError) as error:  # the system has no more threads
+            log.warning("no more threads %s: %r", self._name, error)
+            return error
         threads.append(thread)
-        thread.start()
+        return None
 
     def _run(self, tokens: queue.SimpleQueue[bool], nice: int) -> None:
         if nice:
@@ -89,15 +104,18 @@ class Workers:
                 log.debug("thread %s keeps its priority", self._name)
         while tokens.get():
             try:
-                job = self._jobs.get_nowait()
+                job, failed = self._jobs.get_nowait()
             except queue.Empty:
                 continue
             if self._closed:
                 continue
             try:
-                self._soon(job())
-            except Exception:
-                log.exception("thread %s failed", self._name)
+                done = job()
+            except Exception as error:
+                if not isinstance(error, OSError):  # which disks are expected to raise
+                    log.exception("thread %s: a job failed", self._name)
+                done = functools.partial(failed, error)
+            self._soon(done)
             with self._lock:
                 self._open -= 1
-            del job
+            del job, failed, done
