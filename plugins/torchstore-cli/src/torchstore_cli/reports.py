@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from torchstore_core.machine.numa import Numa
 from torchstore_core.reports.refs import RefReport
 from torchstore_core.reports.repairs import DrainReport
 from torchstore_core.wire import messages as m
@@ -236,7 +237,7 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class Host(msgspec.Struct, frozen=True):
-    """See ``torchstore_core.machine.topology``."""
+    """See ``torchstore_core.machine.topology`` and ``machine.numa``."""
 
     hostname: str
     host_id: str
@@ -246,6 +247,7 @@ class Host(msgspec.Struct, frozen=True):
     cuda_devices: int
     rdma_devices: tuple[str, ...]
     addresses: list[Address]
+    numa: Numa
 
 
 class CopyEngine(msgspec.Struct, frozen=True):
@@ -268,7 +270,9 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class BidLine(msgspec.Struct, frozen=True):
-    """What one transport bid for a link."""
+    """What one transport bid for a link. ``route``: over what its library moves bytes, as a link
+    said that was connected to ask; empty if the reason says all.
+    """
 
     transport: str
     latency_s: float
@@ -276,6 +280,7 @@ class BidLine(msgspec.Struct, frozen=True):
     max_bytes: int | None
     preferred: bool
     reason: str
+    route: str = ""
 
 
 class LinkReport(msgspec.Struct, frozen=True):
@@ -335,12 +340,15 @@ class DoctorReport(msgspec.Struct, frozen=True):
 
 class PeerVolume(msgspec.Struct, frozen=True):
     """A volume of another host as ``torchstore doctor --peer`` sees it: where it runs, which
-    transports it offers, and the link that a client would have from here.
+    transports it offers, the versions there, and the link that a client would have from here.
+    ``notes``: where versions differ in a way that matters, and what is far from its device.
     """
 
     host: Host
     offers: list[str]
+    versions: dict[str, str]
     link: LinkReport
+    notes: list[str]
 
 
 class PeerReport(msgspec.Struct, frozen=True):
@@ -353,6 +361,7 @@ class PeerReport(msgspec.Struct, frozen=True):
     store_name: str
     host: Host
     installed: list[str]
+    versions: dict[str, str]
     volumes: list[PeerVolume]
 
 

@@ -2,7 +2,8 @@
 
 ``torchstore bench --transports --save`` measures and saves them; from then on, bids contain the
 measured figures and say so. Hosts are identified by their boot ids, so a measurement no longer
-applies after either host has been restarted.
+applies after either host has been restarted. Nor does one over the loopback apply between network
+namespaces of one host, or one over some addresses between others.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ from pathlib import Path
 import msgspec
 
 from torchstore_core.contracts.transport import Bid
+from torchstore_core.machine.topology import Topology
 
-__all__ = ["Calibration", "Link", "calibration_file", "corrected", "save"]
+__all__ = ["Calibration", "Link", "calibration_file", "corrected", "link_of", "save"]
 
 log = logging.getLogger(__name__)
 
 _VARIABLE = "TORCHSTORE_CALIBRATION"
-#: A transport's name, and the host ids of the client and of the volume.
-Link = tuple[str, str, str]
+#: What a measurement applies to: a transport's name, the host ids of the client and of the volume,
+#: and the way between them.
+Link = tuple[str, str, str, str]
 
 
 class Calibration(msgspec.Struct, frozen=True, array_like=True):
@@ -35,6 +38,18 @@ class Calibration(msgspec.Struct, frozen=True, array_like=True):
     latency_s: float
     bytes_per_s: float
     at: float
+
+
+def link_of(transport: str, client: Topology, volume: Topology) -> Link:
+    """Return the link of a transport between two processes. The way is ``loopback`` within one
+    network namespace, else the addresses of both sides.
+    """
+    if client.namespace and client.namespace == volume.namespace:
+        way = "loopback"
+    else:
+        sides = (sorted(one.address for one in place.networks) for place in (client, volume))
+        way = ">".join(",".join(side) for side in sides)
+    return transport, client.host_id, volume.host_id, way
 
 
 def calibration_file() -> Path:

@@ -235,7 +235,7 @@ def _answer(spec: TransportSpec, context: LinkContext) -> Bid | Refusal:
         reason = spec.probe() if spec.probe is not None else None
         answer = spec.bid(context) if reason is None else Refusal(reason)
         if isinstance(answer, Bid):
-            link = spec.name, context.client.host_id, context.volume.host_id
+            link = calibration.link_of(spec.name, context.client, context.volume)
             answer = calibration.corrected(answer, link)
         sane = isinstance(answer, Refusal) or (answer.latency_s >= 0 and answer.bytes_per_s > 0)
     except Exception as error:  # noqa: BLE001 - reported as the reason of the refusal

@@ -72,10 +72,10 @@ async def _measure(
             with _chosen(spec.name):
                 client = await ts.connect(where, store_name=_NAME, timeout=timeout)
             try:
-                async for line, host_id in _lines(client, spec.name, nbytes):
+                async for line, there in _lines(client, spec.name, nbytes):
                     lines.append(line)
                     if line.error is None:
-                        link = spec.name, topology.probe().host_id, host_id
+                        link = calibration.link_of(spec.name, topology.probe(), there)
                         measured[link] = calibration.Calibration(
                             line.latency_s,
                             min(line.put_bytes_per_s, line.get_bytes_per_s),
@@ -115,15 +115,15 @@ def _chosen(name: str) -> Iterator[None]:
 
 async def _lines(
     client: ts.Client, name: str, nbytes: int
-) -> AsyncIterator[tuple[TransportLine, str]]:
-    """Yield a line for each volume, with the volume's host."""
+) -> AsyncIterator[tuple[TransportLine, topology.Topology]]:
+    """Yield a line for each volume, and where the volume is."""
     session = await client._joined.session(None)
-    hosts = {links.info.id: links.info.topology.host_id for links in session.volumes}
+    places = {links.info.id: links.info.topology for links in session.volumes}
     left: set[str] = set()
     for entry in await client.explain(nbytes):
         refusal = entry["refusals"].get(name)
         if refusal is not None:
-            yield TransportLine(name, entry["volume"], error=refusal), hosts[entry["volume"]]
+            yield TransportLine(name, entry["volume"], error=refusal), places[entry["volume"]]
         else:
             left.add(entry["volume"])
     prefix = f"torchstore-bench/{os.getpid()}/"
@@ -137,10 +137,10 @@ async def _lines(
             volume = str((await client.stat(key)).volume)
             if volume in left:
                 left.discard(volume)
-                yield await _line(client, name, volume, key, value, first), hosts[volume]
+                yield await _line(client, name, volume, key, value, first), places[volume]
     except TransportError as error:
         for volume in sorted(left):
-            yield TransportLine(name, volume, error=error.message), hosts[volume]
+            yield TransportLine(name, volume, error=error.message), places[volume]
     finally:
         for key in await client.keys(prefix):
             await client.delete(key)

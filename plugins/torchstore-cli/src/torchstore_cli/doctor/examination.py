@@ -17,7 +17,7 @@ import msgspec
 from torchstore_cli import reports
 from torchstore_cli.connection import given_address, open_store
 from torchstore_cli.doctor.limits import limit_notes, memory_notes, read_limits
-from torchstore_cli.doctor.links import LARGE, host_report, link_report, ranking_to
+from torchstore_cli.doctor.links import host_report, link_report, link_to, numa_notes
 from torchstore_cli.doctor.plugin_check import Outcome, check_plugins
 from torchstore_cli.doctor.spilling import spill_notes
 from torchstore_core.clients.stores import discovery
@@ -26,8 +26,9 @@ from torchstore_core.contracts.transport import LinkContext
 from torchstore_core.errors import ConfigurationError, PluginError, TorchStoreError
 from torchstore_core.machine import copying, topology
 from torchstore_core.machine.directories import runtime_directory
+from torchstore_core.machine.numa import probe_numa
 from torchstore_core.machine.virtual_memory import map_shared, populate_write, unmap
-from torchstore_core.plugins.ranking import Policy, Ranking, rank
+from torchstore_core.plugins.ranking import Policy, rank
 from torchstore_core.plugins.registry import GROUPS, Registry
 from torchstore_core.server.memory.segment import open_memory
 from torchstore_core.server.memory.volume import default_capacity
@@ -36,6 +37,7 @@ from torchstore_core.wire import messages as m
 
 __all__ = ["examine"]
 
+_TRANSPORTS = "torchstore.transports"
 _PACKAGES = ("torchstore-core", "torchstore-transports", "torchstore-strategies", "torch")
 
 
@@ -72,6 +74,8 @@ async def examine(address: str | None, timeout: float) -> reports.DoctorReport:
     found.check("shared memory", _share_memory)
     _check_environment(policy, installed, found)
     _check_platform(found)
+    numa = probe_numa()
+    found.notes += numa_notes("on this host", numa)
     cuda = bool(here.cuda_devices)
     found.notes += limit_notes(limits, left, default_capacity(), has_cuda=cuda)
     plugins = [*_plugins(installed, policy, outcomes)]
@@ -91,7 +95,7 @@ async def examine(address: str | None, timeout: float) -> reports.DoctorReport:
         notes=found.notes,
         versions=_versions(),
         environment={k: v for k, v in sorted(os.environ.items()) if k.startswith("TORCHSTORE_")},
-        host=host_report(here),
+        host=host_report(here, numa),
         copy=copy,
         limits=limits,
         runtime_directory=_runtime_directory(),
@@ -123,20 +127,21 @@ def _link_to_this_host(
     ranking = rank(specs, LinkContext(here, there, same_host=True, offered=True), offers, policy)
     for (group, name), outcome in outcomes.items():
         reason = outcome.error or outcome.refusal
-        if group == "torchstore.transports" and reason is not None:
+        if group == _TRANSPORTS and reason is not None:
             ranking.drop(name, reason)
     for name in policy.block:
-        if registry.source("torchstore.transports", name):
+        if registry.source(_TRANSPORTS, name):
             ranking.refusals[name] = "blocked by configuration"
-    _check_reach("a volume on this host", ranking, found)
-    return link_report("", True, ranking)
+    link = link_report("", True, ranking, lambda name: outcomes[_TRANSPORTS, name].route)
+    _check_reach("a volume on this host", link, found)
+    return link
 
 
-def _check_reach(what: str, ranking: Ranking, found: _Findings) -> None:
+def _check_reach(what: str, link: reports.LinkReport, found: _Findings) -> None:
     """Record a problem if no transport moves large values, so that only small ones could be put."""
-    if ranking.order(LARGE, in_band=False):
+    if link.chosen is not None:
         return
-    reasons = [f"{name}: {reason}" for name, reason in sorted(ranking.refusals.items())]
+    reasons = [f"{name}: {reason}" for name, reason in link.refusals.items()]
     why = f" ({'; '.join(reasons)})" if reasons else ": pip install torchstore-transports"
     found.problems.append(f"{what}: no transport moves large values{why}")
 
@@ -180,9 +185,9 @@ async def _store(
             for info in welcome.volumes:
                 if info.lost:
                     continue
-                same_host, ranking = await ranking_to(store, info, registry, policy)
-                links.append(link_report(info.id, same_host, ranking))
-                _check_reach(f"volume {info.id}", ranking, found)
+                link = await link_to(store, info, registry, policy)
+                links.append(link)
+                _check_reach(f"volume {info.id}", link, found)
     except TorchStoreError as error:
         return reports.StoreLinks(
             server.address, server.store_name, server.pid, links, error.message

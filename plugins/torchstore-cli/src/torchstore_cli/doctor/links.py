@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
+
+import msgspec
 
 from torchstore_cli import reports
 from torchstore_cli.connection import StoreConnection, open_store
 from torchstore_core.clients.session.handshake import ask_volume, socket_path
 from torchstore_core.clients.session.volume_links import VolumeLinks
-from torchstore_core.errors import ConfigurationError
+from torchstore_core.errors import ConfigurationError, TransportError
 from torchstore_core.machine import topology
+from torchstore_core.machine.numa import Numa
 from torchstore_core.plugins.ranking import Policy, Ranking
 from torchstore_core.plugins.registry import Registry
+from torchstore_core.plugins.surroundings import Surroundings, differences, surroundings
 from torchstore_core.wire import messages as m
 
-__all__ = ["LARGE", "examine_peer", "host_report", "link_report", "ranking_to"]
+__all__ = ["LARGE", "examine_peer", "host_report", "link_report", "link_to"]
+__all__ += ["numa_notes"]
 
 #: A number of bytes that is large for every transport.
 LARGE = 1 << 30
@@ -47,28 +53,66 @@ async def examine_peer(address: str | None, timeout: float, peer: str) -> report
                 f"store {welcome.store_name!r} has no volume on {peer!r}; it has some on "
                 f"{', '.join(hosts)}"
             )
-        volumes = [
-            reports.PeerVolume(
-                host_report(info.topology),
-                sorted(info.offers),
-                link_report(info.id, *await ranking_to(store, info, registry, policy)),
-            )
-            for info in wanted
-        ]
+        here = surroundings(registry)
+        volumes = [await _peer_volume(store, info, registry, policy, here) for info in wanted]
     return reports.PeerReport(
         store.address,
         welcome.store_name,
-        host_report(topology.probe()),
+        host_report(topology.probe(), here.numa),
         sorted(spec.name for spec in registry.transports()),
+        here.versions,
         volumes,
     )
 
 
-async def ranking_to(
-    store: StoreConnection, info: m.VolumeInfo, registry: Registry, policy: Policy
-) -> tuple[bool, Ranking]:
-    """Return whether a volume is on this host, and the ranking of a client's transports to it,
-    after the best link has been connected.
+async def _peer_volume(
+    store: StoreConnection,
+    info: m.VolumeInfo,
+    registry: Registry,
+    policy: Policy,
+    here: Surroundings,
+) -> reports.PeerVolume:
+    link = await link_to(store, info, registry, policy, every=True)
+    try:
+        answer = await ask_volume(store.channel, info.index, "", b"")
+        there = msgspec.msgpack.decode(answer, type=Surroundings)
+    except (TransportError, msgspec.DecodeError) as error:
+        there, notes = Surroundings(), [f"the volume does not tell its versions: {error}"]
+    else:
+        notes = differences(here, there)
+    notes += numa_notes("here", here.numa)
+    notes += numa_notes("there", there.numa)
+    return reports.PeerVolume(
+        host_report(info.topology, there.numa), sorted(info.offers), there.versions, link, notes
+    )
+
+
+def numa_notes(where: str, numa: Numa) -> list[str]:
+    """Return what a process should know about devices on other nodes than its own."""
+    apart = [f"{name} is on node {node}" for name, node in numa.apart().items()]
+    if not apart:
+        return []
+    nodes = ", ".join(map(str, numa.process))
+    return [
+        f"{where}, {', '.join(apart)}, and the process runs on {nodes}: its memory is farther from "
+        "the device. No bid counts that, because all transports over a device reach the same "
+        "memory; bind the process to the device's node (numactl, taskset)"
+    ]
+
+
+async def link_to(
+    store: StoreConnection,
+    info: m.VolumeInfo,
+    registry: Registry,
+    policy: Policy,
+    *,
+    every: bool = False,
+) -> reports.LinkReport:
+    """Return the link of a client to a volume. The best one has been connected.
+
+    Args:
+        every: connect all that can then tell more than their bids, too. The volume may have to
+            start a process for each.
     """
     here, welcome = topology.probe(), store.welcome
     reached = welcome.via or welcome.server
@@ -80,11 +124,20 @@ async def ranking_to(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the refusals contain the same information
         await volume.connect_best()
+        for candidate in [c for c in volume.ranking.candidates if every and c.spec.tells_route]:
+            try:
+                await volume.connect(candidate)
+            except TransportError as error:
+                volume.failed(candidate, error)
+    told = link_report(info.id, same_host, volume.ranking, volume.route)
     volume.close()
-    return same_host, volume.ranking
+    return told
 
 
-def link_report(volume: str, same_host: bool, ranking: Ranking) -> reports.LinkReport:
+def link_report(
+    volume: str, same_host: bool, ranking: Ranking, route: Callable[[str], str]
+) -> reports.LinkReport:
+    """``route``: over what a transport of that name moves bytes; empty if that is not known."""
     order = ranking.order(LARGE)
     bids = sorted(ranking.candidates, key=lambda c: (not c.preferred, c.cost_s(LARGE)))
     return reports.LinkReport(
@@ -100,6 +153,7 @@ def link_report(volume: str, same_host: bool, ranking: Ranking) -> reports.LinkR
                 c.spec.max_bytes,
                 c.preferred,
                 c.bid.reason,
+                route(c.spec.name),
             )
             for c in bids
         ],
@@ -107,7 +161,7 @@ def link_report(volume: str, same_host: bool, ranking: Ranking) -> reports.LinkR
     )
 
 
-def host_report(where: topology.Topology) -> reports.Host:
+def host_report(where: topology.Topology, numa: Numa) -> reports.Host:
     return reports.Host(
         where.hostname,
         where.host_id,
@@ -120,4 +174,5 @@ def host_report(where: topology.Topology) -> reports.Host:
             reports.Address(one.interface, one.address, one.prefix, one.mbits_per_s)
             for one in where.networks
         ],
+        numa,
     )

@@ -7,6 +7,7 @@ line of JSON for each step, and one for the outcome. Torch-free, except for what
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import sys
@@ -18,14 +19,16 @@ import msgspec
 from torchstore_core.contracts.runtime import Runtime, RuntimeSpec
 from torchstore_core.contracts.transport import (
     Link,
+    LinkContext,
     Segment,
     ServerContext,
     TransportServer,
     TransportSpec,
 )
-from torchstore_core.errors import PluginError, TransportUnavailableError
+from torchstore_core.errors import PluginError, TransportError
 from torchstore_core.machine import topology
 from torchstore_core.plugins.registry import Registry, load_class
+from torchstore_core.server.memory.isolated import IsolatedServer
 from torchstore_core.server.memory.segment import open_memory
 
 __all__ = ["Outcome", "check_plugins"]
@@ -44,11 +47,13 @@ class Outcome(msgspec.Struct, frozen=True):
         error: why it cannot be used; None if it can.
         ends_process: whether it took down the process that tried it.
         refusal: why a volume in such a process would not offer the transport.
+        route: over what it moves bytes between two processes of this host, if it can tell.
     """
 
     error: str | None = None
     ends_process: bool = False
     refusal: str | None = None
+    route: str = ""
 
 
 class _Task(msgspec.Struct, frozen=True):
@@ -160,16 +165,19 @@ async def _check(plugin: object, directory: str, step: Callable[[str], None]) ->
     if plugin.server is None:
         return Outcome()
     made = _class(plugin.server, TransportServer, step)
+    route = ""
     try:
         reason = None if plugin.probe is None else plugin.probe()
         if reason is None:
             step(f"starting {plugin.server}")
-            await _start(made, directory)
-    except TransportUnavailableError as error:
+            apart = plugin.isolated and plugin.tells_route
+            half = IsolatedServer(plugin.server, plugin.offer) if apart else made()
+            route = await _start(half, plugin, directory)
+    except TransportError as error:
         reason = error.message
     except Exception as error:
         raise PluginError(f"{plugin.server} cannot be started: {error!r}") from error
-    return Outcome(refusal=reason)
+    return Outcome(refusal=reason, route=route)
 
 
 def _class(path: str, base: type, step: Callable[[str], None]) -> type:
@@ -180,14 +188,23 @@ def _class(path: str, base: type, step: Callable[[str], None]) -> type:
     return found
 
 
-async def _start(cls: type[TransportServer], directory: str) -> None:
-    """Start the server half as a volume of this process would."""
+async def _start(half: TransportServer, spec: TransportSpec, directory: str) -> str:
+    """Start the server half as a volume of this process would. Return the route of a link to it, if
+    its links tell that.
+    """
+    here = topology.probe()
     segment = Segment(0, open_memory("doctor", _SEGMENT_BYTES), _SEGMENT_BYTES)
-    half = cls()
     try:
-        await half.start(
-            ServerContext("doctor", "doctor-0", directory, topology.probe()), [segment]
-        )
+        offer = await half.start(ServerContext("doctor", "doctor-0", directory, here), [segment])
+        if not spec.tells_route or spec.client is None:
+            return ""
+        ask = functools.partial(half.handshake, b"doctor")
+        client: type[Link] = load_class(spec.client)
+        link = await client.connect(offer, LinkContext(here, here, True, True, "", offer, ask))
+        try:
+            return link.route
+        finally:
+            link.close()
     finally:
         await half.close()
         os.close(segment.fd)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 from rich.text import Text
 
 from torchstore_cli import reports
 from torchstore_cli.screen import Cell, Screen, printable
+from torchstore_core.machine.numa import Numa
 from torchstore_core.reports.units import human_bytes, human_latency
 
 __all__ = ["show_doctor", "show_peer"]
@@ -30,6 +31,7 @@ def show_doctor(screen: Screen, report: reports.DoctorReport) -> None:
             f"{human_bytes(host.memory_bytes)} may be used; a store takes up to "
             f"{human_bytes(report.default_capacity_bytes)} by default",
         ),
+        ("NUMA nodes", _nodes(host.numa)),
         ("copies", f"{native} · {threads} thread{'s' if threads != '1' else ''}"),
         (
             "limits",
@@ -82,7 +84,7 @@ def _show_link(screen: Screen, link: reports.LinkReport) -> None:
             human_latency(b.latency_s),
             f"{b.bytes_per_s / 1e9:.1f} GB/s",
             _size(b.max_bytes, "any size"),
-            b.reason + (" (preferred)" if b.preferred else ""),
+            "; ".join(filter(None, (b.reason, b.route))) + (" (preferred)" if b.preferred else ""),
         )
         for b in link.bids
     ]
@@ -128,11 +130,30 @@ def show_peer(screen: Screen, report: reports.PeerReport) -> None:
             *_addresses(here, there),
             ("RDMA devices", _names(here.rdma_devices), _names(there.rdma_devices)),
             ("CUDA devices", str(here.cuda_devices), str(there.cuda_devices)),
+            ("NUMA nodes", _nodes(here.numa), _nodes(there.numa)),
             ("transports", _names(report.installed), _names(volume.offers)),
+            *_versions(report.versions, volume.versions),
         ]
         screen.table(("", "HERE (INSTALLED)", "THERE (OFFERED)"), rows, prose=True, indent=2)
         screen.line()
         _show_link(screen, volume.link)
+        _marked(screen, [("!", "yellow", note) for note in volume.notes])
+
+
+def _nodes(numa: Numa) -> str:
+    if not numa.nodes:
+        return "not known"
+    devices = [f"{name} on {node}" for name, node in numa.devices.items()]
+    process = ", ".join(map(str, numa.process)) or "?"
+    return "; ".join([f"{numa.nodes}, process on {process}", *devices])
+
+
+def _versions(
+    here: Mapping[str, str], there: Mapping[str, str]
+) -> Iterator[tuple[Cell, Cell, Cell]]:
+    """Yield a row for each distribution of either side."""
+    for name in sorted({*here, *there}):
+        yield name, here.get(name, "–"), there.get(name, "–")
 
 
 def _addresses(here: reports.Host, there: reports.Host) -> Iterator[tuple[Cell, Cell, Cell]]:
@@ -151,11 +172,15 @@ def _names(names: Sequence[str]) -> str:
     return ", ".join(names) or "none"
 
 
+def _marked(screen: Screen, marks: Sequence[tuple[str, str, str]]) -> None:
+    screen.table((), [(Text(mark, style), text) for mark, style, text in marks], prose=True)
+
+
 def _verdict(screen: Screen, report: reports.DoctorReport) -> None:
     screen.line()
     marks = [("✗", "red", text) for text in report.problems]
     marks += [("!", "yellow", text) for text in report.notes]
-    screen.table((), [(Text(mark, style), text) for mark, style, text in marks], prose=True)
+    _marked(screen, marks)
     if report.ok:
         screen.line(("✓ ", "green"), "a store works here")
     else:
