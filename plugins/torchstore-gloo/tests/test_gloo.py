@@ -5,11 +5,27 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import threading
+from collections.abc import Callable
 
+import pytest
+import torch
 from tests.transports.pairs.alone import check_an_end_that_is_alone
 from tests.transports.pairs.pair_tests import PairTests
 
+from torchstore_core.errors import TransportError
 from torchstore_gloo.pair import make
+from torchstore_transports.pairs.connection import PairConnection
+from torchstore_transports.pairs.rendezvous import Board, LocalStore
+
+
+def in_threads(*calls: Callable[[], None]) -> None:
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 class TestGloo(PairTests):
@@ -20,6 +36,49 @@ class TestGloo(PairTests):
 def test_an_end_whose_peer_has_gone_gives_up_in_time() -> None:
     """gloo itself waits five times as long as it was told."""
     check_an_end_that_is_alone(make)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_what_has_arrived_when_a_pair_fails_is_known(reads: bool) -> None:
+    """So that it is not sent again."""
+    size, count = 8 << 20, 20
+    board, ends = Board(), {}
+
+    def meet(rank: int) -> None:
+        ends[rank] = PairConnection(make(LocalStore(board), rank, "127.0.0.1"))
+
+    in_threads(lambda: meet(0), lambda: meet(1))
+    source, into = torch.ones(size, dtype=torch.uint8), torch.zeros(count, size, dtype=torch.uint8)
+    runs = [(source.data_ptr(), size)] * count
+    places = [(row.data_ptr(), size) for row in into]
+
+    def move() -> None:
+        call, given = (ends[1].download, places) if reads else (ends[1].upload, runs)
+        with pytest.raises(TransportError):
+            call(given)
+
+    def fail() -> None:
+        pair = ends[0]._pair
+        if reads:
+            waits = [pair.send(source) for _ in range(12)]
+        else:  # two groups are acknowledged, and a third has come in part
+            waits = [pair.receive(row) for row in into[:12]]
+        for wait in waits[:8]:
+            wait()
+        if not reads:
+            for _ in range(2):
+                pair.send(torch.zeros(1, dtype=torch.uint8))()
+        for wait in waits[8:]:
+            wait()
+        ends[0].kill()
+
+    in_threads(move, fail)
+    arrived = ends[1].arrived // size
+    if reads:
+        assert 4 <= arrived <= 12
+        assert bool(into[:arrived].all())
+    else:
+        assert arrived in (4, 8)
 
 
 _ENDS = '''

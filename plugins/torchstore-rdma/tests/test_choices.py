@@ -15,7 +15,7 @@ from torchstore_core.machine.networks import BIND
 from torchstore_core.machine.topology import probe
 from torchstore_rdma import fabric
 from torchstore_rdma.fabric import Place
-from torchstore_rdma.plugin import Offer, torchstore_transport
+from torchstore_rdma.plugin import Offer, torchstore_transport, version
 
 from .pairs import Memory, needs_nixl, pair
 
@@ -44,6 +44,30 @@ def test_without_devices_shared_memory_and_sockets_are_cheaper() -> None:
     assert isinstance(slow, Bid)
     for nbytes in (1, 1 << 20, 1 << 30):
         assert slow.cost_s(nbytes) > 1e-3 + nbytes / 0.11e9  # plain sockets at 1 Gbit/s
+
+
+@pytest.mark.parametrize("setting", ["UCX_TLS=tcp", "UCX_TLS=^ib", "UCX_NET_DEVICES=eth0,eth1:1"])
+def test_what_keeps_ucx_from_the_devices_counts_as_none(
+    setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer = msgspec.msgpack.encode(Offer(version(), setting))
+    there, slow = _bid(_FAST, _FAST, offer), _bid(_PLAIN, _PLAIN)
+    monkeypatch.setenv(*setting.split("="))
+    here = _bid(_FAST, _FAST)
+    for bid, whose in ((here, "this host"), (there, "the volume's host")):
+        assert isinstance(bid, Bid)
+        assert isinstance(slow, Bid)
+        assert bid.reason.startswith(f"{setting} on {whose}: UCX over TCP")
+        assert bid.cost_s(1 << 30) == slow.cost_s(1 << 30)
+
+
+@pytest.mark.parametrize(
+    "setting", ["UCX_TLS=^tcp", "UCX_TLS=rc_x,self", "UCX_NET_DEVICES=mlx5_1:1"]
+)
+def test_other_settings_leave_the_devices(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = _bid(_FAST, _FAST)
+    monkeypatch.setenv(*setting.split("="))
+    assert _bid(_FAST, _FAST) == fast
 
 
 @needs_nixl

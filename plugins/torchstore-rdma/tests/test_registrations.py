@@ -61,7 +61,7 @@ async def test_where_registering_pins_a_segment_is_registered_as_far_as_it_is_ne
     async with pair(tmp_path, 2048 * MB, cuda_devices=1) as volume:
         assert volume.server.registered(0) == 0
         link, mine = await volume.link(), Memory(MB, 5)
-        assert volume.server.registered(0) == 256 * MB
+        assert volume.server.registered(0) == 16 * MB
         await link.write([mine.copy(256 * MB - MB)])
         assert volume.server.registered(0) == 256 * MB
         moves = [link.write([mine.copy(at * MB)]) for at in (1, 255, 256, 700, 900, 2)]
@@ -73,9 +73,21 @@ async def test_where_registering_pins_a_segment_is_registered_as_far_as_it_is_ne
         other = await volume.link(b"other")
         await other.write([mine.copy(0)])
         await volume.server.disconnect(b"client")
-        assert volume.server.registered(0) == 256 * MB
+        assert volume.server.registered(0) == 16 * MB
         await volume.server.disconnect(b"other")
         assert volume.server.registered(0) == 0
+
+
+async def test_where_registering_pins_what_has_pages_is_registered_at_once(tmp_path: Path) -> None:
+    async with pair(tmp_path, 2048 * MB, cuda_devices=1) as volume:
+        os.pwrite(volume.fd, bytes(100 * MB), 0)
+        link, mine = await volume.link(), Memory(MB, 5)
+        assert volume.server.registered(0) == 100 * MB
+        await link.write([mine.copy(99 * MB)])
+        assert volume.server.registered(0) == 100 * MB
+        await link.write([mine.copy(180 * MB - MB)])
+        assert volume.server.registered(0) == 225 * MB  # a quarter more than is needed
+        await volume.server.disconnect(b"client")
 
 
 async def test_where_registering_is_free_it_holds_no_page(tmp_path: Path) -> None:

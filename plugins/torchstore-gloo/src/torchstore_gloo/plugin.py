@@ -43,4 +43,5 @@ def torchstore_transport() -> TransportSpec:
         probe=_probe,
         isolated=True,
         listens=True,
+        libraries=("torch",),
     )

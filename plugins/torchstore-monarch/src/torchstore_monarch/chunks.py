@@ -1,8 +1,16 @@
-"""How many bytes one call of the engine moves."""
+"""What one call of the engine moves."""
 
 from __future__ import annotations
 
-__all__ = ["ChunkSize"]
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from torchstore_core.contracts.transport import Copy
+
+__all__ = ["PIECES", "Chunk", "ChunkSize", "chunks"]
+
+#: Most pieces of one call.
+PIECES = 4096
 
 # A call that takes longer is too large, since progress only shows at its end; one that takes less
 # than an eighth of that may be larger.
@@ -40,3 +48,39 @@ class ChunkSize:
             self.nbytes = max(self._least, min(self.nbytes, nbytes) // 2)
         elif seconds < _QUICK_S and nbytes >= self.nbytes:
             self.nbytes = min(self._most, 2 * self.nbytes)
+
+
+class Chunk(NamedTuple):
+    """The pieces of one call, their size in bytes, and how many copies of the batch, counted from
+    the first, are complete when this call and all before it have moved theirs.
+    """
+
+    pieces: list[Copy]
+    nbytes: int
+    done: int
+
+
+def chunks(copies: Sequence[Copy], limit: Callable[[], int]) -> Iterator[Chunk]:
+    """Cut a batch into chunks of at most :data:`PIECES` pieces, and of as many bytes as ``limit``
+    returns for each of them.
+
+    >>> batch = [Copy(4096, 0, 0, 5), Copy(8192, 0, 64, 3)]
+    >>> for chunk in chunks(batch, lambda: 4):
+    ...     print([(one.offset, one.nbytes) for one in chunk.pieces], chunk.nbytes, chunk.done)
+    [(0, 4)] 4 0
+    [(4, 1), (64, 3)] 4 2
+    """
+    pieces: list[Copy] = []
+    total, most = 0, limit()
+    for index, copy in enumerate(copies):
+        at = 0
+        while at < copy.nbytes:
+            size = min(copy.nbytes - at, most - total)
+            pieces.append(Copy(copy.address + at, copy.segment, copy.offset + at, size))
+            at += size
+            total += size
+            if total == most or len(pieces) == PIECES:
+                yield Chunk(pieces, total, index + (at == copy.nbytes))
+                pieces, total, most = [], 0, limit()
+    if pieces:
+        yield Chunk(pieces, total, len(copies))

@@ -11,14 +11,15 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.monarch import acts
+from tests.monarch import acts, dtensors
 from tests.monarch.api_apart import STATE_DICTS, TENSORS, run_tests
 from tests.monarch.jobs import Job
-from tests.support import until
+from tests.support import bits, until
+from tests.transports.tcp.proxy import Proxy, lead_through
 
 import torchstore_core as ts
 from torchstore_core.testing.networks import Namespace
@@ -154,6 +155,49 @@ async def _is(seed: int, nbytes: int) -> bool:
     return torch.equal(await ts.get("v"), _value(seed, nbytes))
 
 
+_DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int64)
+_SIDE = 256
+
+
+async def _every_kind(seed: int) -> list[str]:
+    """Put and get tensors of several dtypes and strides, a state dict, and a DTensor together with
+    the other host; what was not right.
+    """
+    rows = _value(seed, _SIDE * 8 * _SIDE).view(_SIDE, 8 * _SIDE)
+    values = {str(dtype): rows.view(dtype) for dtype in _DTYPES}
+    values |= {"bool": rows > 99, "columns": rows[:, ::3], "turned": rows.t()}
+    values |= {"complex": torch.complex(rows.float(), -rows.float()), "scalar": torch.tensor(seed)}
+    into = {name: torch.zeros_like(value) for name, value in values.items()}
+    state = {"layers": [{"w": value} for value in values.values()], "step": seed}
+    await ts.put_batch(values)
+    await ts.put_state_dict(state, "model")
+    await ts.get_batch(into)
+    got = await ts.get_state_dict("model")
+    loaded = dict(zip(values, (layer["w"] for layer in got["layers"]), strict=True))
+    wrong = [
+        f"{name} of {what}"
+        for what, found in (("a batch", into), ("a state dict", loaded))
+        for name, value in values.items()
+        if not torch.equal(bits(found[name]), bits(value))
+    ]
+    return wrong if await _both_have_a_part(seed) else [*wrong, "the DTensor"]
+
+
+async def _both_have_a_part(seed: int) -> bool:
+    """Put and get a DTensor, as a worker of each host does; whether this one's part is right."""
+    await dtensors.put_dtensor(f"d{seed}", 0)
+    await ts.wait(f"d{seed}")
+    return await dtensors.get_dtensor(f"d{seed}", 1)
+
+
+async def _every_kind_far_away(seed: int) -> tuple[list[str], int]:
+    """Every byte between this client and the volume takes 50 ms, each way; also how many bytes."""
+    with Proxy() as proxy:
+        proxy.delay_s = 0.05
+        await lead_through(await ts.client(), proxy)
+        return await _every_kind(seed), sum(proxy.forwarded.values())
+
+
 async def _outcome(work: object, timeout: float) -> str:
     """``done``, ``failed`` with an error of the store, or what is wrong."""
     began = time.monotonic()
@@ -240,6 +284,46 @@ async def test_the_api_over_a_slow_cable(cables: Cables, files: list[str], stall
             await asyncio.wait([trouble])
         cables.fast()
         await cables.job.root(acts.shutdown)
+
+
+async def test_values_of_every_kind_on_bad_networks(cables: Cables, tmp_path: Path) -> None:
+    """Those of the second host, which are all on the first one, and DTensors that both have a part
+    of: 200 Mbit/s, a stall, and 50 ms. The tests of the API do so at length, in `make soak`.
+    """
+    block = ["monarch-rpc", "monarch-rdma", "inline"]
+    job = cables.job
+    await job.root(acts.initialize_on_hosts, {"num_storage_volumes": 1, "block": block})
+    await asyncio.gather(
+        *(job.at(i, dtensors.join_group, i, 2, str(tmp_path / "group")) for i in (0, 1))
+    )
+
+    async def on_both(act: Any, seed: int) -> Any:
+        """What the second host says; also the bytes that the data's cable has carried."""
+        before = cables.carried()
+        ours, said = await asyncio.gather(job.at(0, _both_have_a_part, seed), job.at(1, act, seed))
+        assert ours
+        return said, cables.carried() - before
+
+    cables.slow()
+    try:
+        right, carried = await on_both(_every_kind, 1)
+        assert right == []
+        assert carried > 20 * MB
+        cables.pull("eth1")
+        working = asyncio.ensure_future(on_both(_every_kind, 2))
+        await asyncio.sleep(_STALL_S)  # so long the cable is out
+        assert not working.done()
+        cables.plug("eth1")
+        assert (await working)[0] == []
+        (right, far), _ = await on_both(_every_kind_far_away, 3)
+        assert right == []
+        assert far > 0.9 * carried
+        # Not if something was wrong: one may be waiting for the other.
+        await asyncio.gather(*(job.at(i, dtensors.leave_group) for i in (0, 1)))
+    finally:
+        cables.plug("eth1")
+        cables.fast()
+        await job.root(acts.shutdown)
 
 
 @_TCP

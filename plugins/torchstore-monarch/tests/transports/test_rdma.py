@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,17 +16,26 @@ from tests.monarch.jobs import Job
 from tests.support import until
 
 import torchstore_core as ts
-from torchstore_core.contracts.transport import SupportsProgress
+from torchstore_core.clients.session.volume_links import VolumeLinks
+from torchstore_core.contracts.transport import Copy, Link, SupportsProgress
+from torchstore_core.errors import TransportError
+from torchstore_monarch.rdma.server import RdmaServer
 
 MB = 1 << 20
 
 
 @pytest.fixture(scope="module")
 def rdma() -> Iterator[Job]:
-    """A volume on each of two hosts, between which there is nothing but ``monarch-rdma``."""
+    """A volume in a worker of each of two hosts, between which there is nothing but
+    ``monarch-rdma``.
+    """
     with Job(workers=1, hosts=2) as made:
-        arguments = {"strategy": "host", "block": ["monarch-rpc", "tcp"]}
-        asyncio.run(made.root(acts.initialize_on_hosts, arguments))
+        arguments = {
+            "num_storage_volumes": 2,
+            "strategy": "host",
+            "block": ["monarch-rpc", "tcp"],
+        }
+        asyncio.run(made.root(acts.initialize_on_workers, arguments))
         yield made
 
 
@@ -51,16 +63,38 @@ async def _many_are_right(seed: int) -> bool:
     )
 
 
-async def _progress() -> int:
-    """What the links of this process report to have moved."""
+async def _links() -> list[tuple[VolumeLinks, Link]]:
+    """Those of this process that the transport has, each with the volume that it leads to."""
     session = await (await ts.client())._joined.session(10)
-    links = [
-        await volume.connect(candidate)
+    return [
+        (volume, await volume.connect(candidate))
         for volume in session.volumes
         for candidate in volume.candidates(MB)
         if candidate.spec.name == "monarch-rdma"
     ]
-    return sum(link.progress() for link in links if isinstance(link, SupportsProgress))
+
+
+async def _progress() -> int:
+    """What the links of this process report to have moved."""
+    return sum(link.progress() for _, link in await _links() if isinstance(link, SupportsProgress))
+
+
+async def _read_beyond_the_end() -> list[int]:
+    """What links say to have done of a batch whose last copy is nowhere."""
+    memory = torch.zeros(MB, dtype=torch.uint8)
+    good, bad = Copy(memory.data_ptr(), 0, 0, MB), Copy(memory.data_ptr(), 0, 1 << 50, MB)
+    done = []
+    for volume, link in await _links():
+        with pytest.raises(TransportError, match="not in segment") as raised:
+            await link.read([good] * 6 + [bad])
+        done.append(raised.value.details["done"])
+        volume.close_when_unused(link)
+    return done
+
+
+async def test_what_has_arrived_when_a_batch_fails_is_told(rdma: Job) -> None:
+    """The first call takes 4 MiB; the next has the bad copy in it, and moves nothing."""
+    assert await rdma.root(_read_beyond_the_end) == [4, 4]
 
 
 @pytest.mark.parametrize("nbytes", [2 * MB, 65 * MB + 3])
@@ -114,6 +148,101 @@ async def test_a_cancelled_put_writes_no_more(rdma: Job) -> None:
         assert "monarch-rdma" in bids  # the link is as good as before
 
 
+_arrived, _go = threading.Event(), threading.Event()
+_putting: list[asyncio.Task[Any]] = []
+_LATE = "late"
+
+
+async def _hold_back() -> None:
+    """From now on the engine says of each transfer only when it may that the bytes have come."""
+    from monarch import rdma
+
+    class Late(rdma.RDMAAction):  # type: ignore[misc]
+        async def submit(self, *, timeout: int = 60) -> None:
+            await super().submit(timeout=timeout)
+            _arrived.set()
+            await asyncio.to_thread(_go.wait, 60)
+
+    rdma.RDMAAction = Late
+
+
+async def _begin_put() -> None:
+    value = torch.full((40 * MB,), 7, dtype=torch.uint8)
+    _putting.append(asyncio.ensure_future(ts.put("old", value, store_name=_LATE)))
+
+
+async def _has_arrived() -> bool:
+    return await asyncio.to_thread(_arrived.wait, 30)
+
+
+async def _cancel_put() -> float:
+    """How long it took."""
+    (task,) = _putting
+    began = time.monotonic()
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    return time.monotonic() - began
+
+
+async def _put_new() -> None:
+    await ts.put("new", torch.ones(40 * MB, dtype=torch.uint8), store_name=_LATE, timeout=20)
+
+
+async def _let_go() -> list[int]:
+    """What the new value is when the old transfer has ended."""
+    _go.set()
+    (half,) = [half for half in RdmaServer._here.values() if half._moves]
+    await until(lambda: half._moves == 0, 20)
+    found: list[int] = (await ts.get("new", store_name=_LATE)).unique().tolist()
+    return found
+
+
+async def test_bytes_of_a_cancelled_put_that_come_late_are_not_written(rdma: Job) -> None:
+    """There is room for one value, so the new one is where the old one was to be."""
+    arguments = {"num_storage_volumes": 1, "capacity": 64 * MB, "block": ["monarch-rpc", "tcp"]}
+    await rdma.root(acts.initialize_on_workers, {**arguments, "store_name": _LATE})
+    await rdma.at(0, _hold_back)
+    await rdma.at(1, _begin_put)
+    assert await rdma.at(0, _has_arrived)
+    assert await rdma.at(1, _cancel_put) < 2  # one, and what others leave of this machine
+    await rdma.at(0, _put_new)
+    assert await rdma.at(0, _let_go) == [1]
+    await rdma.root(acts.shutdown, _LATE)
+
+
+async def _cancel_while_it_registers() -> tuple[int, int]:
+    """How many buffers were registered, and how many dropped."""
+    from monarch.rdma import RDMABuffer
+
+    from torchstore_monarch.rdma import link
+
+    loop, counts = asyncio.get_running_loop(), [0, 0]
+
+    class Counted(RDMABuffer):  # type: ignore[misc]
+        def __init__(self, data: memoryview) -> None:
+            loop.call_soon_threadsafe(putting.cancel)
+            super().__init__(data)
+            counts[0] += 1
+
+        def drop(self) -> Any:
+            counts[1] += 1
+            return super().drop()
+
+    before, link.RDMABuffer = link.RDMABuffer, Counted
+    try:
+        putting = asyncio.ensure_future(ts.put("x", torch.ones(4 * MB, dtype=torch.uint8)))
+        with pytest.raises(asyncio.CancelledError):
+            await putting
+    finally:
+        link.RDMABuffer = before
+    return counts[0], counts[1]
+
+
+async def test_memory_that_is_registered_while_a_put_is_cancelled_is_dropped(rdma: Job) -> None:
+    assert await rdma.root(_cancel_while_it_registers) == (1, 1)
+
+
 async def _put_for_ever() -> str:
     large = torch.zeros(64 * MB, dtype=torch.uint8)
     while True:
@@ -153,5 +282,5 @@ async def test_it_says_that_there_is_no_hardware(rdma: Job) -> None:
     for entry in await rdma.at(0, acts.explain):
         bids = {bid["transport"]: bid for bid in entry["bids"]}
         assert "TCP fallback" in bids["monarch-rdma"]["reason"]
-        expected = "shm" if entry["volume"] == "torchstore-0" else "monarch-rdma"
+        expected = "inprocess" if entry["volume"] == "torchstore-0" else "monarch-rdma"
         assert entry["chosen"] == expected

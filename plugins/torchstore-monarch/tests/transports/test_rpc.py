@@ -37,6 +37,7 @@ from torchstore_core.server.memory.segment import open_memory
 from torchstore_core.wire import messages as m
 from torchstore_monarch import chunks
 from torchstore_monarch.actors.hosting import hosting
+from torchstore_monarch.chunks import PIECES
 from torchstore_monarch.protocol import outcome
 from torchstore_monarch.rpc.forwarder import Forwarder
 from torchstore_monarch.rpc.link import RpcLink
@@ -45,7 +46,6 @@ from torchstore_monarch.rpc.wire import (
     AGENT,
     CHUNK,
     GREETING,
-    PIECES,
     RpcRequest,
     RpcResponse,
     frame,
@@ -356,6 +356,29 @@ def _at(directory: Path) -> Any:
     made = object.__new__(_Agent)
     made.directory, made.offer, made.half = directory, b"store-0", RpcServer()
     return made
+
+
+@pytest.mark.parametrize("way", ["read", "write"])
+async def test_what_has_arrived_when_a_batch_fails_is_told(agent: _Agent, way: str) -> None:
+    link = await agent.link()
+    mine = _buffer(3 << 20, 3)
+    good, bad = (Copy(mine.data_ptr(), 0, offset, 3 << 20) for offset in (0, SIZE))
+    with pytest.raises(TransportError, match="not in segment") as raised:
+        await (link.read if way == "read" else link.write)([good, good, bad, good])
+    assert raised.value.details["done"] == 2
+    link.close()
+
+
+async def test_each_disconnect_waits_for_a_write_that_is_under_way(agent: _Agent) -> None:
+    half = agent.half
+    with half.writing(agent.ticket):
+        ending = [asyncio.ensure_future(half.disconnect(PEER)) for _ in range(2)]
+        ended, _ = await asyncio.wait(ending, timeout=0.1)
+        assert not ended
+    await asyncio.wait_for(asyncio.gather(*ending), 10)
+    with pytest.raises(TransportError, match="has disconnected"):
+        half.write(agent.ticket, [(0, 0, 1)], b"1")
+    assert await half.handshake(PEER, GREETING) != agent.ticket
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,9 @@ from torchstore_core.errors import (
     TransportUnavailableError,
 )
 from torchstore_core.machine.sockets.listeners import refuse_all
-from torchstore_rdma import fabric, library
+from torchstore_rdma import fabric
 from torchstore_rdma.engine import Engine, Job
+from torchstore_rdma.library.agent import EVERYTHING, Agent
 from torchstore_rdma.protocol import Goodbye, Hello, Met, Request, Wake, Welcome
 
 __all__ = ["Connection"]
@@ -78,11 +79,11 @@ class Connection:
 
         listening: list[int] = []
 
-        def make() -> tuple[library.Agent, str]:
-            agent = library.Agent(f"client/{self.name}", fabric.options(place, welcome.place))
+        def make() -> tuple[Agent, str]:
+            agent = Agent(f"client-{self.name}", fabric.options(place, welcome.place))
             listening.extend(agent.listening)
             if not self._pins:
-                agent.register(*library.EVERYTHING)
+                agent.register([EVERYTHING])
             return agent, agent.meet(welcome.metadata)
 
         exposed = {one.segment: one for one in welcome.exposed}
@@ -127,6 +128,10 @@ class Connection:
     def kept(self) -> tuple[int, int, int]:
         """See :meth:`RdmaLink.kept`."""
         return self._engine.kept if self._engine is not None else (0, 0, 0)
+
+    def route(self) -> str:
+        """See ``Link.route``."""
+        return self._engine.route if self._engine is not None else ""
 
     def moved(self) -> int:
         """How many parts of batches have arrived."""

@@ -18,7 +18,7 @@ from torchstore_core.contracts.transport import Copy, Memory
 from torchstore_core.errors import TorchStoreError, TransportError
 from torchstore_core.machine.registrations import Held, Registrations
 from torchstore_rdma import layout
-from torchstore_rdma.library import Agent, Transfer
+from torchstore_rdma.library.agent import Agent, Transfer
 from torchstore_rdma.pacing import Pace
 from torchstore_rdma.protocol import Exposed
 
@@ -31,6 +31,10 @@ _LONGEST_PAUSE_S = 500e-6
 _AHEAD = 2
 # How long the end of the process waits for that of an agent.
 _EXIT_S = 1.0
+
+
+#: Memory as ``(address, nbytes)``.
+Range = tuple[int, int]
 
 
 class NotExposedError(TransportError):
@@ -46,6 +50,11 @@ def _future() -> Future[None]:
     made: Future[None] = Future()
     made.set_running_or_notify_cancel()
     return made
+
+
+def _register(agent: Agent, ranges: list[Range]) -> list[Range]:
+    agent.register(ranges)
+    return ranges
 
 
 def _bare(error: TorchStoreError, job: Job | None = None) -> TorchStoreError:
@@ -78,8 +87,8 @@ class Job:
         self.flying: list[_Flying] = []
         self.started = 0
         self.all_started = False
-        self.registered: list[object] = []
-        self.held: Held[object] | None = None
+        self.registered: list[Range] = []
+        self.held: Held[Range] | None = None
 
     def arrived(self) -> int:
         """How many of the copies, counted from the first, have certainly arrived."""
@@ -141,6 +150,8 @@ class Engine:
         self.kept = (0, 0, 0)
         #: How many parts of batches have arrived.
         self.moved = 0
+        #: Over what they go, as :meth:`.Agent.route` said after the first one.
+        self.route = ""
         self._stopping = False
         self._draining = False
         #: Resolved with None when the agent has been destroyed: from then on nothing moves.
@@ -194,9 +205,9 @@ class Engine:
         self.started.set_result(None)
         jobs: list[Job] = []
         most, many = self._keep
-        kept: Registrations[object] = Registrations(
-            lambda address, nbytes, _: agent.register(address, nbytes),
-            lambda registration: agent.deregister(registration),
+        kept: Registrations[Range] = Registrations(
+            lambda memory: _register(agent, [(address, nbytes) for address, nbytes, _ in memory]),
+            lambda ranges: agent.deregister(ranges),
             max_bytes=most,
             max_count=many,
             on_death=self._wake,
@@ -225,7 +236,7 @@ class Engine:
                 why = job.failure or "the connection has ended"
                 job.done.set_exception(TransportError(why, details={"done": done}))
 
-    def _serve(self, agent: Agent, peer: str, jobs: list[Job], kept: Registrations[object]) -> None:
+    def _serve(self, agent: Agent, peer: str, jobs: list[Job], kept: Registrations[Range]) -> None:
         pace = Pace(_LONGEST_PAUSE_S)
         while True:
             kept.sweep()
@@ -246,7 +257,7 @@ class Engine:
             if jobs:
                 pace.wait(len(jobs))
 
-    def _step(self, agent: Agent, peer: str, job: Job, kept: Registrations[object]) -> bool:
+    def _step(self, agent: Agent, peer: str, job: Job, kept: Registrations[Range]) -> bool:
         """Go on with a batch; whether it has ended. Of one that was given up, what is under way
         goes on, because nothing stops it.
         """
@@ -255,7 +266,7 @@ class Engine:
                 job.parts = self._begin(agent, job, kept)
             for flying in list(job.flying):
                 if flying.transfer.is_done():
-                    self._arrived(job, flying)
+                    self._arrived(agent, job, flying)
             if len(job.flying) < _AHEAD and not job.given_up:
                 self._start(agent, peer, job, job.parts)
             if job.flying:
@@ -288,14 +299,16 @@ class Engine:
         flying = _Flying(part.first, transfer)
         job.flying.append(flying)
         if transfer.start():
-            self._arrived(job, flying)
+            self._arrived(agent, job, flying)
 
-    def _arrived(self, job: Job, flying: _Flying) -> None:
+    def _arrived(self, agent: Agent, job: Job, flying: _Flying) -> None:
         flying.transfer.release()
         job.flying.remove(flying)
+        if not self.moved:  # before that, UCX may still be choosing
+            self.route = agent.route()
         self.moved += 1
 
-    def _begin(self, agent: Agent, job: Job, kept: Registrations[object]) -> Iterator[layout.Part]:
+    def _begin(self, agent: Agent, job: Job, kept: Registrations[Range]) -> Iterator[layout.Part]:
         made = layout.table(job.copies, self.exposed)
         if need := layout.lacking(made, self.exposed):
             raise NotExposedError(need)
@@ -304,13 +317,12 @@ class Engine:
             self.kept = (kept.nbytes, len(kept), kept.made)
             job.memory = ()  # a job must not keep alive what it is about
             if job.held.missing:
-                for address, nbytes in layout.spans(made[job.held.missing]):
-                    job.registered.append(agent.register(address, nbytes))
+                job.registered = _register(agent, layout.spans(made[job.held.missing]))
         return layout.parts(made, self.exposed, layout.part_size(made, slow=self._slow))
 
     @staticmethod
-    def _forget(agent: Agent, job: Job, kept: Registrations[object]) -> None:
-        while job.registered:
-            agent.deregister(job.registered.pop())
+    def _forget(agent: Agent, job: Job, kept: Registrations[Range]) -> None:
+        agent.deregister(job.registered)
+        job.registered = []
         if job.held is not None:
             kept.release(job.held)

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from torchstore_core.contracts.transport import Copy, Link, LinkContext, Memory
 from torchstore_core.errors import TransportError, TransportUnavailableError
 from torchstore_core.machine.tasks import wait_ended
-from torchstore_rdma import fabric, library
+from torchstore_rdma import fabric
 from torchstore_rdma.connection import Connection
 from torchstore_rdma.engine import Job, NotExposedError
+from torchstore_rdma.library.agent import check_not_forked
 
 __all__ = ["RdmaLink"]
 
@@ -34,7 +35,7 @@ class RdmaLink(Link):
 
     @classmethod
     async def connect(cls, offer: bytes, context: LinkContext) -> RdmaLink:
-        library.check_not_forked()
+        check_not_forked()
         here = context.client
         link = (
             RegisteringLink(context)
@@ -49,6 +50,12 @@ class RdmaLink(Link):
 
     async def read(self, copies: Sequence[Copy]) -> None:
         await self._move(copies, (), write=False)
+
+    @property
+    def route(self) -> str:
+        """See ``Link.route``."""
+        connection = self._connection
+        return connection.route() if connection is not None else ""
 
     def kept(self) -> tuple[int, int, int]:
         """Bytes and pieces of user memory that are registered now, and how often any has been."""

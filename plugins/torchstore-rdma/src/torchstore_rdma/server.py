@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 
 import msgspec
@@ -21,7 +22,8 @@ from torchstore_core.contracts.transport import Segment, ServerContext, Transpor
 from torchstore_core.errors import TransportError, TransportNotReadyError
 from torchstore_core.machine.sockets.listeners import refuse_all
 from torchstore_core.machine.virtual_memory import map_shared, unmap
-from torchstore_rdma import fabric, library
+from torchstore_rdma import fabric
+from torchstore_rdma.library.agent import Agent
 from torchstore_rdma.pacing import Pace
 from torchstore_rdma.protocol import Exposed, Goodbye, Hello, Met, Request, Wake, Welcome
 
@@ -31,6 +33,7 @@ log = logging.getLogger(__name__)
 
 # Registering pins pages, and so makes them: a sparse segment is registered as far as it is needed.
 _LEAST_STEP = 256 << 20
+_LEAST = 16 << 20
 # A transfer that needs the server half (over TCP) may be noticed this late if nobody says so.
 _LONGEST_PAUSE_S = 50e-3
 
@@ -44,15 +47,15 @@ class _Connection:
         self.lock = threading.Lock()
         self.exposed: list[Exposed] = []
         self._mapped: list[tuple[int, int]] = []
-        self._agent: library.Agent | None = None
+        self._agent: Agent | None = None
         try:
             options = fabric.options(place, hello.place)
-            agent = self._agent = library.Agent(f"volume/{hello.connection}", options)
+            agent = self._agent = Agent(f"volume-{hello.connection}", options)
             for segment in segments:
-                end = registered_end(hello.need, segment.nbytes) if pins else segment.nbytes
+                end = registered_end(hello.need, segment) if pins else segment.nbytes
                 address = map_shared(segment.fd, segment.nbytes)
                 self._mapped.append((address, segment.nbytes))
-                agent.register(address, end)
+                agent.register([(address, end)])
                 self.exposed.append(Exposed(segment.id, address, end, segment.nbytes))
             self.metadata = agent.metadata()
             self.listening = agent.listening
@@ -89,7 +92,10 @@ class RdmaServer(TransportServer):
         self._rdma_devices: tuple[str, ...] = ()
         self._pins = False
         self._connections: dict[tuple[bytes, str], _Connection] = {}
-        self._locks: dict[bytes, asyncio.Lock] = {}
+        # By client; each lives as long as somebody holds it or waits for it.
+        self._locks: weakref.WeakValueDictionary[bytes, asyncio.Lock] = (
+            weakref.WeakValueDictionary()
+        )
         self._polling: threading.Thread | None = None
         self._pace = Pace(_LONGEST_PAUSE_S)
         self._closed = False
@@ -123,7 +129,6 @@ class RdmaServer(TransportServer):
     async def disconnect(self, peer: bytes) -> None:
         async with self._locks.setdefault(peer, asyncio.Lock()):
             await self._end([at for at in self._connections if at[0] == peer])
-        self._locks.pop(peer, None)
 
     def registered(self, segment: int) -> int:
         if not self._pins:
@@ -180,13 +185,12 @@ def _close(connections: Sequence[_Connection]) -> None:
         connection.close()
 
 
-def registered_end(need: int, nbytes: int) -> int:
-    """How much of a segment to register if ``need`` bytes of it are needed.
-
-    >>> registered_end(1, 1 << 40) >> 20, registered_end(300 << 20, 1 << 40) >> 20
-    (256, 512)
+def registered_end(need: int, segment: Segment) -> int:
+    """How much of a segment to register if ``need`` bytes of it are needed: in few and large steps,
+    but hardly more than has pages, or is needed.
     """
     end = _LEAST_STEP
     while end < need:
         end *= 2
-    return min(end, nbytes)
+    useful = max(segment.backed_end(), need + need // 4, _LEAST)
+    return min(end, useful, segment.nbytes)

@@ -55,4 +55,5 @@ def torchstore_transport() -> TransportSpec:
         probe=_probe,
         isolated=True,
         listens=True,
+        libraries=("torchcomms",),
     )

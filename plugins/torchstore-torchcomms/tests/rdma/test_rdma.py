@@ -6,8 +6,6 @@ Everything of this package runs, in two processes. What has never run is the lib
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
 import os
 import signal
 import subprocess
@@ -87,20 +85,8 @@ class Volume:
 
 
 @pytest.fixture
-async def volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Volume]:
-    monkeypatch.setenv("STAND_IN_FOLDER", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", f"{_STAND_IN}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    for name in ("torchcomms", "torchcomms._transport"):
-        file = _STAND_IN / (
-            "torchcomms/__init__.py" if name == "torchcomms" else "torchcomms/_transport.py"
-        )
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        monkeypatch.setitem(sys.modules, name, module)
-    made = Volume(tmp_path)
+async def volume(stand_in: Path, tmp_path: Path) -> AsyncIterator[Volume]:
+    made = Volume(stand_in)
     context = ServerContext("store", "volume", str(tmp_path), probe())
     await made.server.start(context, [Segment(0, made.fd, 64 * MB)])
     yield made
@@ -227,6 +213,19 @@ async def test_a_half_that_is_stopped_or_killed(volume: Volume) -> None:
     (volume.folder / "slow").unlink()
     await (await volume.link(b"other")).write([_copy(tensor, 0)])
     assert bool(volume.memory.all())
+
+
+async def test_disconnect_waits_for_what_a_goodbye_is_ending(volume: Volume) -> None:
+    link, tensor = await volume.link(), torch.ones(MB, dtype=torch.uint8)
+    (volume.folder / "slow").write_text("0.5")
+    moving = asyncio.ensure_future(link.write([_copy(tensor, 0)]))
+    await until(lambda: volume.moved() > 0, 20)
+    ask = encode(Goodbye(link._id))
+    leaving = asyncio.ensure_future(volume.server.handshake(b"client", ask))
+    await asyncio.sleep(0)  # it is sent, before what comes next
+    await volume.server.disconnect(b"client")
+    assert bool(volume.memory[:MB].all())  # so nothing is under way any more
+    await asyncio.gather(moving, leaving, return_exceptions=True)
 
 
 async def test_it_refuses_where_the_library_finds_no_device(volume: Volume) -> None:

@@ -63,6 +63,8 @@ class PairConnection:
         self._killed = False
         #: The number of messages that have been sent or received.
         self.moved = 0
+        #: How many bytes of the last upload or download have certainly arrived, from its first.
+        self.arrived = 0
         before_exit(self, PairConnection.kill)
 
     # The client calls upload and download, the server half serve and take.
@@ -73,15 +75,23 @@ class PairConnection:
         Raises:
             TransportError: the pair has failed, or was killed.
         """
-        pending: deque[list[_Sent | _Received]] = deque()
+        pending: deque[tuple[int, list[_Sent | _Received]]] = deque()
+        self.arrived = 0
+
+        def finish_first() -> None:
+            nbytes, operations = pending.popleft()
+            self._finish(*operations)
+            self.arrived += nbytes
+
         with _failures():
             for group in groups(messages(runs)):
                 sent = [self._send(message) for message in group]
-                pending.append([self._receive(None), *sent])
+                nbytes = sum([message.nbytes for message in group])
+                pending.append((nbytes, [self._receive(None), *sent]))
                 if len(pending) >= _GROUPS:
-                    self._finish(*pending.popleft())
+                    finish_first()
             while pending:
-                self._finish(*pending.popleft())
+                finish_first()
 
     def download(self, runs: Iterable[Run]) -> None:
         """Receive into runs what :meth:`serve` at the other end sends from runs of these sizes.
@@ -90,6 +100,7 @@ class PairConnection:
             TransportError: the pair has failed, or was killed.
         """
         pending: deque[_Received] = deque()
+        self.arrived = 0
         with _failures():
             for message in (*messages(runs), None):
                 pending.append(self._receive(message))
@@ -182,6 +193,8 @@ class PairConnection:
             pending[1].wait()
         first = pending.popleft()
         self._finish(first)
+        if first.message is not None:
+            self.arrived += first.message.nbytes
         if first.is_last and acknowledged is not None:
             acknowledged.append(self._send(None))
 

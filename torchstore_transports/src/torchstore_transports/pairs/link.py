@@ -8,7 +8,9 @@ import os
 import pkgutil
 import secrets
 import time
+from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import accumulate
 from typing import Any, ClassVar
 
 from torchstore_core.contracts.transport import Copy, Link, LinkContext
@@ -40,7 +42,7 @@ from torchstore_transports.pairs.threads import Turns, in_thread, retrieve
 __all__ = ["PairLink"]
 
 # A batch is announced in parts of at most this many copies and bytes. A handshake has room for
-# about 50,000 copies, and if a part fails, only the parts before it are known to have arrived.
+# about 50,000 copies.
 _PART_COPIES = 8192
 _PART_BYTES = 1 << 30
 # How long a cancelled call may settle; it has to end within a second.
@@ -76,6 +78,7 @@ class PairLink(Link):
         self._connection: tuple[PairConnection, int] | None = None
         self._pairs = 0
         self._stale = False  # the server half did not begin the batch that failed last
+        self._arrived = 0  # copies of the part that failed last
         self._closed = False
         self._pid = os.getpid()
 
@@ -117,6 +120,7 @@ class PairLink(Link):
                 try:
                     await self._move_part(part, into=into)
                 except TransportError as error:
+                    done += self._arrived
                     raise TransportError(error.message, details={"done": done}) from error
                 done += len(part)
 
@@ -127,11 +131,12 @@ class PairLink(Link):
             await self._attempt(part, into=into)
         except TransportError:
             late = time.monotonic() - begun > _STALE_S
-            if fresh or late or self.unsettled or not self._stale:
+            if fresh or late or self.unsettled or self._arrived or not self._stale:
                 raise
             await self._attempt(part, into=into)
 
     async def _attempt(self, part: Sequence[Copy], *, into: bool) -> None:
+        self._arrived = 0
         connection, pair = await self._ready()
         runs = [(copy.address, copy.nbytes) for copy in part]
         extents = [(copy.segment, copy.offset, copy.nbytes) for copy in part]
@@ -155,6 +160,7 @@ class PairLink(Link):
             self._stale = not asking.done() or asking.cancelled() or bool(asking.exception())
             asking.cancel()
             await self._give_up(connection, pair, asking, into=into)
+            self._arrived = _arrived(part, connection.arrived)
             raise
         finally:
             # Otherwise an error would keep these alive, and they the error.
@@ -252,6 +258,15 @@ class PairLink(Link):
         if cancelled:
             raise asyncio.CancelledError
         return stopped
+
+
+def _arrived(copies: Sequence[Copy], nbytes: int) -> int:
+    """How many copies are whole if the first ``nbytes`` bytes of all have arrived.
+
+    >>> [_arrived([Copy(0, 0, 0, 4), Copy(0, 0, 8, 4)], nbytes) for nbytes in (3, 4, 7, 8)]
+    [0, 1, 1, 2]
+    """
+    return bisect_right(list(accumulate(copy.nbytes for copy in copies)), nbytes)
 
 
 def _kill(made: asyncio.Future[PairConnection]) -> None:

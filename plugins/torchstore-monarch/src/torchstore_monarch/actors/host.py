@@ -167,10 +167,15 @@ class HostActor(Actor):
 
     @concurrent_endpoint
     async def move(
-        self, volume_id: str, groups: Sequence[Sequence[Place]], buffers: Sequence[Any], write: bool
+        self,
+        volume_id: str,
+        ticket: bytes,
+        groups: Sequence[Sequence[Place]],
+        buffers: Sequence[Any],
+        write: bool,
     ) -> tuple[bytes, int | None]:
         """Move bytes for ``monarch-rdma``: see ``RdmaServer.move``."""
-        return await outcome(_move(volume_id, groups, buffers, write))
+        return await outcome(_move(volume_id, ticket, groups, buffers, write))
 
     # ---- as the actor with which a process uses stores -------------------------------------
 
@@ -239,9 +244,13 @@ async def _read(volume_id: str, ticket: bytes, places: Sequence[Place]) -> bytes
 
 
 async def _move(
-    volume_id: str, groups: Sequence[Sequence[Place]], buffers: Sequence[Any], write: bool
+    volume_id: str,
+    ticket: bytes,
+    groups: Sequence[Sequence[Place]],
+    buffers: Sequence[Any],
+    write: bool,
 ) -> int:
-    return await RdmaServer.of(volume_id).move(groups, buffers, write=write)
+    return await RdmaServer.of(volume_id).move(ticket, groups, buffers, write=write)
 
 
 async def _write(volume_id: str, ticket: bytes, places: Sequence[Place], data: bytes) -> int:

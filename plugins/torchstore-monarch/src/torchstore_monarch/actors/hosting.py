@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, Self
 
 from torchstore_core.contracts.transport import Segment, ServerContext, TransportServer
@@ -11,6 +14,7 @@ from torchstore_core.errors import TransportError, TransportUnavailableError
 
 __all__ = ["HostedServer", "hosting", "is_hosting"]
 
+_TICKET_BYTES = 16
 _lock = threading.Lock()
 _count = 0
 
@@ -36,9 +40,34 @@ def is_hosting() -> bool:
     return _count > 0
 
 
-class HostedServer(TransportServer):
-    """A server half that works through the endpoints of the actor that hosts its volume."""
+class _Client:
+    """Whoever has a ticket. Its lock is held while its bytes are written."""
 
+    def __init__(self) -> None:
+        self.ticket = secrets.token_bytes(_TICKET_BYTES)
+        self.lock = threading.Lock()
+        self.gone = False
+
+    def end(self) -> None:
+        """Nothing is written for it afterwards. Blocks."""
+        with self.lock:
+            self.gone = True
+
+
+class HostedServer(TransportServer):
+    """A server half that works through the endpoints of the actor that hosts its volume.
+
+    A call that the engine delivers late must not write for a client that has been disconnected. So
+    each client gets a ticket, which every call carries, and which is valid until the client is
+    disconnected. Endpoints run on the actor's event loop and in threads, everything else on the
+    volume's loop.
+
+    Attributes:
+        greeting: the handshake of its clients, with the version of their protocol. Halves of
+            different versions refuse each other.
+    """
+
+    greeting: ClassVar[bytes]
     _here: ClassVar[dict[str, Any]]
 
     def __init_subclass__(cls) -> None:
@@ -59,6 +88,7 @@ class HostedServer(TransportServer):
     def __init__(self) -> None:
         self._segments: dict[int, Segment] = {}
         self._volume_id = ""
+        self._clients: dict[bytes, _Client] = {}  # by peer
 
     async def start(self, context: ServerContext, segments: Sequence[Segment]) -> bytes:
         if not is_hosting():
@@ -72,6 +102,46 @@ class HostedServer(TransportServer):
         if self._here.get(self._volume_id) is self:  # otherwise another one has taken its place
             del self._here[self._volume_id]
         self._segments = {}
+
+    async def handshake(self, peer: bytes, request: bytes) -> bytes:
+        if request != self.greeting:
+            raise TransportUnavailableError(
+                f"that is no client of {self.greeting.decode()}: the versions differ"
+            )
+        client = self._clients.get(peer)
+        if client is None or client.gone:
+            client = self._clients[peer] = _Client()
+        return client.ticket
+
+    async def disconnect(self, peer: bytes) -> None:
+        client = self._clients.get(peer)
+        if client is not None:
+            await asyncio.to_thread(client.end)
+            if self._clients.get(peer) is client:
+                del self._clients[peer]
+
+    def admitted(self, ticket: bytes) -> _Client:
+        """Return the client with that ticket.
+
+        Raises:
+            TransportError: it was disconnected.
+        """
+        for client in list(self._clients.values()):
+            if client.ticket == ticket and not client.gone:
+                return client
+        raise TransportError("the volume has disconnected this client; connect again")
+
+    @contextmanager
+    def writing(self, ticket: bytes) -> Iterator[None]:
+        """A context in which bytes of a client are written: ``disconnect`` waits for its end.
+
+        Raises:
+            TransportError: the client was disconnected.
+        """
+        client = self.admitted(ticket)
+        with client.lock:
+            self.admitted(ticket)
+            yield
 
     def checked(self, segment: int, offset: int, nbytes: int) -> Segment:
         """Return the segment, if these bytes are in it.

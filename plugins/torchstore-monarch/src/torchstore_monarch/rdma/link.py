@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from monarch.rdma import RDMABuffer
@@ -15,9 +16,10 @@ from torchstore_core.contracts.transport import Copy, Link, LinkContext
 from torchstore_core.errors import TorchStoreError, TransportError, TransportUnavailableError
 from torchstore_core.machine.tasks import wait_ended
 from torchstore_monarch import job
-from torchstore_monarch.chunks import ChunkSize
+from torchstore_monarch.chunks import ChunkSize, chunks
 from torchstore_monarch.protocol import result
-from torchstore_monarch.rdma.bouncing import is_direct, keep
+from torchstore_monarch.rdma.bouncing import buffer, copy, in_thread, is_direct, keep
+from torchstore_monarch.rdma.wire import GREETING
 from torchstore_monarch.rpc.wire import Place
 
 __all__ = ["RdmaLink"]
@@ -29,18 +31,21 @@ CHUNK = 64 << 20
 _LEAST = 4 << 20  # bytes of the first call, and of each where the network is slow
 # Smaller pieces are gathered in a buffer, because registering each one costs more than a copy.
 _SMALL = 256 << 10
-_PIECES = 4096
 # A call to a host that has died may never return.
 _CALL_S = 60.0
 _DROP_S = 3.0
+# A cancelled call has to end within a second: how long it waits for what is under way, and then for
+# the buffers to be dropped.
+_CANCELLED_S = 0.4
 
 
 class RdmaLink(Link):
     """Registers local memory and asks the volume's actor to move the bytes."""
 
-    def __init__(self, volume_id: str, actor: Any) -> None:
+    def __init__(self, volume_id: str, actor: Any, ticket: bytes) -> None:
         self._volume_id = volume_id
         self._actor = actor
+        self._ticket = ticket
         self._broken = ""
         self._size = ChunkSize(_LEAST, CHUNK)
         self._moved = 0
@@ -57,7 +62,9 @@ class RdmaLink(Link):
                 f"this process does not know the actor of volume {volume_id}: it did not find the "
                 "store through its Monarch job"
             )
-        return cls(volume_id, actor)
+        if context.handshake is None:
+            raise TransportUnavailableError("monarch-rdma needs a store that carries handshakes")
+        return cls(volume_id, actor, await context.handshake(GREETING))
 
     async def write(self, copies: Sequence[Copy]) -> None:
         await self._do(copies, write=True)
@@ -79,70 +86,95 @@ class RdmaLink(Link):
             await asyncio.shield(work)
         except asyncio.CancelledError:
             work.cancel()
-            await wait_ended(work, timeout=2 * _DROP_S)
+            await wait_ended(work)
+            _retrieve(work)
             raise
 
     async def _transfer(self, copies: Sequence[Copy], *, write: bool) -> None:
-        for chunk in _chunks(copies, lambda: self._size.nbytes):
+        done = 0
+        for chunk in chunks(copies, lambda: self._size.nbytes):
             if self._broken:
-                raise TransportError(f"the link is broken: {self._broken}")
+                raise TransportError(f"the link is broken: {self._broken}", details={"done": done})
             began = time.perf_counter()
             try:
-                await self._move(chunk, write=write)
+                await self._move(chunk.pieces, write=write)
             except TorchStoreError as error:
                 self._broken = error.message
-                raise TransportError(error.message) from error
+                raise TransportError(error.message, details={"done": done}) from error
             except Exception as error:
                 self._broken = f"{type(error).__name__}: {str(error)[:500]}"
-                raise TransportError(f"the volume's actor failed: {self._broken}") from error
-            nbytes = sum([copy.nbytes for copy in chunk])
-            self._size.record(nbytes, time.perf_counter() - began)
-            self._moved += nbytes
+                raise TransportError(
+                    f"the volume's actor failed: {self._broken}", details={"done": done}
+                ) from error
+            done = chunk.done
+            self._size.record(chunk.nbytes, time.perf_counter() - began)
+            self._moved += chunk.nbytes
 
-    async def _move(self, chunk: list[Copy], *, write: bool) -> None:
-        direct = [copy for copy in chunk if copy.nbytes >= _SMALL and is_direct()]
-        others = [copy for copy in chunk if copy.nbytes < _SMALL or not is_direct()]
-        groups: list[list[Place]] = [[_place(copy)] for copy in direct]
-        views = [_memory(copy) for copy in direct]
-        gathered = bytearray()
+    async def _move(self, pieces: Sequence[Copy], *, write: bool) -> None:
+        direct = [one for one in pieces if one.nbytes >= _SMALL and is_direct()]
+        others = [one for one in pieces if one.nbytes < _SMALL or not is_direct()]
+        groups = [[_place(one)] for one in direct]
+        views = [_memory(one) for one in direct]
         if others:
-            groups.append([_place(copy) for copy in others])
+            groups.append([_place(one) for one in others])
+            gathered = buffer(sum([one.nbytes for one in others]))
+            views.append(gathered)
+            places = [(one.address, one.nbytes) for one in others]
             if write:
-                gathered = bytearray().join(_memory(copy) for copy in others)
-            else:
-                gathered = bytearray(sum(copy.nbytes for copy in others))
-            views.append(memoryview(gathered))
+                await in_thread(functools.partial(copy, places, gathered, into=True))
 
         async def work() -> None:
-            buffers = await asyncio.to_thread(_registered, views)
-            call = asyncio.ensure_future(self._ask(groups, buffers, write=write))
-            done = False
+            registering = asyncio.ensure_future(asyncio.to_thread(_registered, views))
+            limit = _DROP_S
             try:
-                result(await asyncio.shield(call))
-                done = True
-            finally:
-                if not done:
+                await asyncio.wait([registering])
+                await self._ask(groups, registering.result(), write=write)
+            except BaseException as error:
+                if others:
                     keep(gathered)
-                await _drop(buffers)
-                # The memory that a cancelled put was writing will be given to others, so the volume
-                # must have answered that the transfer is over.
-                if not call.done():
-                    await asyncio.wait([call], timeout=_DROP_S)
-                if call.done() and not call.cancelled():
-                    call.exception()  # otherwise Python would report it as never retrieved
+                if isinstance(error, asyncio.CancelledError):
+                    limit = _CANCELLED_S
+                    await wait_ended(registering, limit)
+                raise
+            finally:
+                if registering.done() and registering.exception() is None:
+                    await _drop(registering.result(), limit)
 
         await job.as_store_actor(work, None)
         if others and not write:
-            rest = memoryview(gathered)
-            for copy in others:
-                _memory(copy)[:], rest = rest[: copy.nbytes], rest[copy.nbytes :]
+            await in_thread(functools.partial(copy, places, gathered, into=False))
 
     async def _ask(
         self, groups: list[list[Place]], buffers: list[RDMABuffer], *, write: bool
-    ) -> tuple[bytes, int | None]:
-        call = self._actor.move.call_one(self._volume_id, groups, buffers, write)
-        answer: tuple[bytes, int | None] = await asyncio.wait_for(call, _CALL_S)
-        return answer
+    ) -> None:
+        """Have the volume move the bytes. A write that it has not answered is unsettled."""
+        calling = self._actor.move.call_one(self._volume_id, self._ticket, groups, buffers, write)
+        call = asyncio.ensure_future(asyncio.wait_for(calling, _CALL_S))
+        try:
+            await asyncio.wait([call])
+        except asyncio.CancelledError:
+            if write:
+                await wait_ended(call, _CANCELLED_S)
+                answered = call.done() and not call.cancelled() and call.exception() is None
+                self.unsettled |= not answered
+            call.add_done_callback(_retrieve)
+            call.cancel()
+            raise
+        try:
+            answer: tuple[bytes, int | None] = call.result()
+        except (Exception, asyncio.CancelledError) as error:
+            if not write:
+                raise  # it may be called again, as another actor
+            self.unsettled = True
+            raise TransportError(
+                f"the volume's actor failed: {type(error).__name__}: {str(error)[:500]}"
+            ) from error
+        result(answer)
+
+
+def _retrieve(call: asyncio.Future[Any]) -> None:
+    if not call.cancelled():
+        call.exception()  # otherwise Python would report it as never retrieved
 
 
 def _registered(views: list[memoryview]) -> list[RDMABuffer]:
@@ -159,37 +191,15 @@ def _registered(views: list[memoryview]) -> list[RDMABuffer]:
         raise TransportError(f"the engine cannot register memory: {error}") from error
 
 
-async def _drop(buffers: Sequence[RDMABuffer]) -> None:
-    for buffer in buffers:
-        try:
-            await asyncio.wait_for(buffer.drop(), _DROP_S)
-        except TimeoutError:
-            log.warning("the engine does not drop a buffer")
-            return
+async def _drop(buffers: Sequence[RDMABuffer], limit: float) -> None:
+    dropping = [asyncio.wait_for(one.drop(), limit) for one in buffers]
+    for failed in await asyncio.gather(*dropping, return_exceptions=True):
+        if isinstance(failed, BaseException):
+            log.warning("the engine does not drop a buffer: %r", failed)
 
 
 def _place(copy: Copy) -> Place:
     return copy.segment, copy.offset, copy.nbytes
-
-
-def _chunks(copies: Sequence[Copy], limit: Callable[[], int]) -> Iterator[list[Copy]]:
-    """Yield batches of at most ``_PIECES`` pieces, and of as many bytes as ``limit`` returns for
-    each of them.
-    """
-    chunk: list[Copy] = []
-    total, most = 0, limit()
-    for copy in copies:
-        at = 0
-        while at < copy.nbytes:
-            size = min(copy.nbytes - at, most - total)
-            chunk.append(Copy(copy.address + at, copy.segment, copy.offset + at, size))
-            at += size
-            total += size
-            if total == most or len(chunk) == _PIECES:
-                yield chunk
-                chunk, total, most = [], 0, limit()
-    if chunk:
-        yield chunk
 
 
 def _memory(copy: Copy) -> memoryview:

@@ -37,4 +37,5 @@ def torchstore_transport() -> TransportSpec:
         bid=_bid,
         client="torchstore_monarch.rdma.link:RdmaLink",
         server="torchstore_monarch.rdma.server:RdmaServer",
+        libraries=("torchmonarch",),
     )

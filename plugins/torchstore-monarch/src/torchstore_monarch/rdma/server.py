@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,16 +12,25 @@ from typing import Any
 from torchstore_core.errors import TransportError
 from torchstore_core.machine.virtual_memory import map_shared, unmap
 from torchstore_monarch.actors.hosting import HostedServer
-from torchstore_monarch.rdma.bouncing import is_direct, keep
+from torchstore_monarch.rdma.bouncing import buffer, copy, in_thread, keep
+from torchstore_monarch.rdma.wire import GREETING
 from torchstore_monarch.rpc.wire import Place
 
 __all__ = ["RdmaServer"]
 
 _TIMEOUT_S = 60
+# Addresses and sizes of the places of each buffer.
+_Places = Sequence[Sequence[tuple[int, int]]]
 
 
 class RdmaServer(HostedServer):
-    """Moves bytes between segments and buffers that clients have registered."""
+    """Moves bytes between segments and buffers that clients have registered.
+
+    The engine never writes to a segment, because nothing tells when it has stopped: bytes arrive in
+    a buffer, and are copied from there for clients that have not been disconnected.
+    """
+
+    greeting = GREETING
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,8 +39,8 @@ class RdmaServer(HostedServer):
         self._lock = threading.Lock()
         self._moves = 0
         self._closed = False
-        # After a transfer has failed, the engine may continue the rest of it, so the memory that it
-        # may touch stays mapped.
+        # After a read has failed, the engine may continue the rest of it, so the memory that it may
+        # touch stays mapped.
         self._failed = False
 
     async def close(self) -> None:
@@ -59,55 +69,84 @@ class RdmaServer(HostedServer):
                 self._unmap_if_idle()
 
     async def move(
-        self, groups: Sequence[Sequence[Place]], buffers: Sequence[Any], *, write: bool
+        self,
+        ticket: bytes,
+        groups: Sequence[Sequence[Place]],
+        buffers: Sequence[Any],
+        *,
+        write: bool,
     ) -> int:
         """Fill places from a client's registered buffers (``write``), or buffers from places. Each
         buffer has the bytes of one group of places, in order. Return the number of bytes.
 
         Raises:
-            TransportError: a place is not in its segment, or the transfer failed.
+            TransportError: a place is not in its segment, the transfer failed, or the client was
+                disconnected.
         """
+        self.admitted(ticket)
         with self._moving():
-            return await self._move(groups, buffers, write=write)
+            found = [[self._place(*place) for place in places] for places in groups]
+            sizes = [sum(nbytes for _, nbytes in places) for places in found]
+            for nbytes, remote in zip(sizes, buffers, strict=True):
+                if remote.size() != nbytes or not nbytes:
+                    raise TransportError(f"a buffer of {remote.size()} bytes for {nbytes}")
+            if write:
+                await self._write(ticket, found, sizes, buffers)
+            else:
+                await self._read(found, sizes, buffers)
+        return sum(sizes)
 
-    async def _move(
-        self, groups: Sequence[Sequence[Place]], buffers: Sequence[Any], *, write: bool
-    ) -> int:
+    async def _write(
+        self, ticket: bytes, found: _Places, sizes: Sequence[int], buffers: Sequence[Any]
+    ) -> None:
+        received = [buffer(nbytes) for nbytes in sizes]
+        await self._transfer(received, buffers, write=True)
+
+        def spread() -> None:
+            with self.writing(ticket):
+                for places, memory in zip(found, received, strict=True):
+                    copy(places, memory, into=False)
+
+        await in_thread(spread)
+
+    async def _read(self, found: _Places, sizes: Sequence[int], buffers: Sequence[Any]) -> None:
+        sent = []
+        for places, nbytes in zip(found, sizes, strict=True):
+            if len(places) == 1:
+                memory = _memory(*places[0])
+            else:
+                memory = buffer(nbytes)
+                await in_thread(functools.partial(copy, places, memory, into=True))
+            sent.append(memory)
+        await self._transfer(sent, buffers, write=False)
+
+    async def _transfer(
+        self, own: Sequence[memoryview], buffers: Sequence[Any], *, write: bool
+    ) -> None:
         from monarch.rdma import RDMAAction  # heavy, so it is imported only when used
 
         action = RDMAAction()
-        spread: list[tuple[list[memoryview], memoryview]] = []
-        total = 0
-        for places, buffer in zip(groups, buffers, strict=True):
-            parts = [self._memory(*place) for place in places]
-            nbytes = sum(len(part) for part in parts)
-            if buffer.size() != nbytes or not nbytes:
-                raise TransportError(f"a buffer of {buffer.size()} bytes for {nbytes}")
-            total += nbytes
-            memory = parts[0]
-            if len(parts) > 1 or (write and not is_direct()):
-                memory = memoryview(bytearray(nbytes) if write else b"".join(parts))
-                spread.append((parts, memory))
+        for memory, remote in zip(own, buffers, strict=True):
             if write:
-                action.read_remote(memory, buffer)
+                action.read_remote(memory, remote)
             else:
-                action.write_remote(buffer, memory)
+                action.write_remote(remote, memory)
         try:
             await action.submit(timeout=_TIMEOUT_S)
         except BaseException as error:
-            self._failed = True
-            keep(spread)
+            self._failed = self._failed or not write
+            keep(own)
             if isinstance(error, Exception):
                 raise TransportError(f"the transfer failed: {error}") from error
             raise
-        for parts, memory in spread if write else ():
-            for part in parts:
-                part[:], memory = memory[: len(part)], memory[len(part) :]
-        return total
 
-    def _memory(self, segment: int, offset: int, nbytes: int) -> memoryview:
+    def _place(self, segment: int, offset: int, nbytes: int) -> tuple[int, int]:
+        """The address of bytes of a segment, and their number."""
         found = self.checked(segment, offset, nbytes)
         if segment not in self._mapped:
             self._mapped[segment] = map_shared(found.fd, found.nbytes, 0), found.nbytes
-        address = self._mapped[segment][0] + offset
-        return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+        return self._mapped[segment][0] + offset, nbytes
+
+
+def _memory(address: int, nbytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")

@@ -13,8 +13,9 @@ import msgspec
 
 from torchstore_core.errors import TorchStoreError
 from torchstore_core.server.serving.listening import Listener, speaking
+from torchstore_monarch.chunks import PIECES
 from torchstore_monarch.protocol import result
-from torchstore_monarch.rpc.wire import AGENT, CHUNK, HEADER, PIECES, RpcRequest, RpcResponse, frame
+from torchstore_monarch.rpc.wire import AGENT, CHUNK, HEADER, RpcRequest, RpcResponse, frame
 
 __all__ = ["Forwarder"]
 

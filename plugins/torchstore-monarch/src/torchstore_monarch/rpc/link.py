@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -23,14 +23,12 @@ from torchstore_core.errors import (
 )
 from torchstore_core.machine.sockets.unix import connect, unix_socket
 from torchstore_core.machine.tasks import wait_ended
-from torchstore_monarch.chunks import ChunkSize
+from torchstore_monarch.chunks import ChunkSize, chunks
 from torchstore_monarch.rpc.wire import (
     AGENT,
     CHUNK,
     GREETING,
     HEADER,
-    PIECES,
-    Place,
     RpcRequest,
     RpcResponse,
     frame,
@@ -43,15 +41,17 @@ _LEAST = 1 << 20  # bytes of the first call, and of each where the network is sl
 _CONNECT_S = 10.0
 # How long a cancelled write waits for requests in flight, so that its outcome is certain.
 _SETTLE_S = 0.5
-_Batch = tuple[list[Place], list[memoryview], int]
 
 
 class _Asked(NamedTuple):
-    """A request that was sent: what its answer fills, its size in bytes, and when it was sent."""
+    """A request that was sent: what its answer fills, its size in bytes, when it was sent, and how
+    many copies of the batch have arrived when it has, too.
+    """
 
     views: list[memoryview]
     nbytes: int
     at: float
+    done: int
 
 
 class RpcLink(Link):
@@ -161,42 +161,58 @@ class RpcLink(Link):
             sock = await self._connected()
             waiting: deque[_Asked] = deque()
             errors: list[str] = []
+            done = 0
+
+            async def take() -> None:
+                nonlocal done
+                asked = waiting.popleft()
+                if error := await self._take(sock, asked):
+                    errors.append(error)
+                elif not errors:
+                    done = asked.done
+
             try:
-                for places, views, nbytes in _batches(copies, self._next_bytes):
+                for chunk in chunks(copies, self._next_bytes):
                     if stop.is_set() or errors:
                         break
                     began.set()
-                    request = RpcRequest(self._volume, places, nbytes, write, self._ticket)
+                    views = [_memory(copy) for copy in chunk.pieces]
+                    places = [(copy.segment, copy.offset, copy.nbytes) for copy in chunk.pieces]
+                    request = RpcRequest(self._volume, places, chunk.nbytes, write, self._ticket)
                     await _ask(sock, request, views)
-                    waiting.append(_Asked([] if write else views, nbytes, time.perf_counter()))
+                    into = [] if write else views
+                    waiting.append(_Asked(into, chunk.nbytes, time.perf_counter(), chunk.done))
                     if len(waiting) >= _IN_FLIGHT:
-                        errors += await self._take(sock, waiting.popleft())
+                        await take()
                 while waiting:
-                    errors += await self._take(sock, waiting.popleft())
+                    await take()
             except (OSError, msgspec.DecodeError) as error:
                 self._broken = str(error) or type(error).__name__
                 self._disconnect()
-                raise TransportError(f"the agent of this host is gone: {error}") from error
+                raise TransportError(
+                    f"the agent of this host is gone: {error}", details={"done": done}
+                ) from error
             except asyncio.CancelledError:
                 self._disconnect()
                 raise
             if errors:
-                raise TransportError(errors[0])
+                raise TransportError(errors[0], details={"done": done})
 
     def _next_bytes(self) -> int:
         return self._size.nbytes
 
-    async def _take(self, sock: socket.socket, asked: _Asked) -> list[str]:
-        """Receive the answer to the oldest request, with its bytes if it was a read."""
+    async def _take(self, sock: socket.socket, asked: _Asked) -> str:
+        """Receive the answer to the oldest request, with its bytes if it was a read. Return its
+        error.
+        """
         body = await _filled(sock, int.from_bytes(await _filled(sock, HEADER), "little"))
         self._size.record(asked.nbytes, time.perf_counter() - asked.at)
         self._moved += asked.nbytes
         response = msgspec.msgpack.decode(body, type=RpcResponse)
-        if response.error:
-            return [response.error]
-        for view in asked.views:
-            await _fill(sock, view)
-        return []
+        if not response.error:
+            for view in asked.views:
+                await _fill(sock, view)
+        return response.error
 
 
 async def _ask(sock: socket.socket, request: RpcRequest, views: list[memoryview]) -> None:
@@ -222,27 +238,5 @@ async def _fill(sock: socket.socket, view: memoryview) -> None:
         view = view[got:]
 
 
-def _batches(copies: Sequence[Copy], limit: Callable[[], int]) -> Iterator[_Batch]:
-    """Yield requests of at most ``PIECES`` places, and of as many bytes as ``limit`` says for each
-    of them.
-    """
-    places: list[Place] = []
-    views: list[memoryview] = []
-    total, most = 0, limit()
-    for copy in copies:
-        at = 0
-        while at < copy.nbytes:
-            size = min(copy.nbytes - at, most - total)
-            places.append((copy.segment, copy.offset + at, size))
-            views.append(_memory(copy.address + at, size))
-            at += size
-            total += size
-            if total == most or len(places) == PIECES:
-                yield places, views, total
-                places, views, total, most = [], [], 0, limit()
-    if places:
-        yield places, views, total
-
-
-def _memory(address: int, nbytes: int) -> memoryview:
-    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+def _memory(copy: Copy) -> memoryview:
+    return memoryview((ctypes.c_char * copy.nbytes).from_address(copy.address)).cast("B")

@@ -30,4 +30,5 @@ def torchstore_transport() -> TransportSpec:
         client="torchstore_monarch.rpc.link:RpcLink",
         server="torchstore_monarch.rpc.server:RpcServer",
         loop_bound=True,
+        libraries=("torchmonarch",),
     )

@@ -14,7 +14,6 @@ __all__ = [
     "CHUNK",
     "GREETING",
     "HEADER",
-    "PIECES",
     "Place",
     "RpcRequest",
     "RpcResponse",
@@ -25,11 +24,8 @@ __all__ = [
 AGENT = "agent.sock"
 #: Largest request in bytes. Each request is one endpoint call.
 CHUNK = 8 << 20
-#: Most pieces in one request.
-PIECES = 4096
 HEADER = 4
-#: The client's handshake, with the version of this protocol. Halves of different versions refuse
-#: each other.
+#: The client's handshake, with the version of this protocol.
 GREETING = b"monarch-rpc 2"
 
 #: Segment, offset, bytes.

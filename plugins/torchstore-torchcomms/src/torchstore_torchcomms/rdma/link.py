@@ -57,8 +57,8 @@ class RdmaLink(Link):
         self._pid = os.getpid()
         most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
         self._kept: Registrations[Registered] = Registrations(
-            lambda address, nbytes, _: Registered(address, nbytes),
-            lambda registered: None,  # the object is all there is
+            lambda memory: [Registered(address, nbytes) for address, nbytes, _ in memory],
+            lambda registered: None,  # the objects are all there is
             max_bytes=most,
             max_count=_KEPT_COUNT,
         )

@@ -6,6 +6,7 @@ A segment is registered in blocks, when they are needed first, until the last cl
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,6 @@ from torchstore_core.errors import TransportError, TransportNotReadyError
 from torchstore_core.machine.tasks import wait_ended
 from torchstore_core.machine.virtual_memory import map_shared, unmap
 from torchstore_torchcomms.rdma.protocol import (
-    Goodbye,
     Hello,
     Move,
     Region,
@@ -51,6 +51,11 @@ class RdmaServer(TransportServer):
         self._mapped: dict[int, int] = {}
         self._blocks: dict[tuple[int, int], Registered] = {}
         self._connections: dict[tuple[bytes, bytes], _Connection] = {}
+        # What begins or ends connections of a client takes turns, so that none of it returns before
+        # what another one has ended has stopped. A lock lives as long as it is used.
+        self._locks: weakref.WeakValueDictionary[bytes, asyncio.Lock] = (
+            weakref.WeakValueDictionary()
+        )
         self._closed = False
 
     async def start(self, context: ServerContext, segments: Sequence[Segment]) -> bytes:
@@ -59,16 +64,21 @@ class RdmaServer(TransportServer):
 
     async def handshake(self, peer: bytes, request: bytes) -> bytes:
         asked = decode_request(request)
-        if isinstance(asked, Hello):
-            return encode(await self._welcome(peer, asked))
-        if isinstance(asked, Goodbye):
+        if isinstance(asked, Move):
+            await self._move(peer, asked)
+            return b""
+        async with self._lock(peer):
+            if isinstance(asked, Hello):
+                return encode(await self._welcome(peer, asked))
             await self._end([(peer, asked.link)])
             return b""
-        await self._move(peer, asked)
-        return b""
+
+    def _lock(self, peer: bytes) -> asyncio.Lock:
+        return self._locks.setdefault(peer, asyncio.Lock())
 
     async def disconnect(self, peer: bytes) -> None:
-        await self._end([at for at in self._connections if at[0] == peer])
+        async with self._lock(peer):
+            await self._end([at for at in self._connections if at[0] == peer])
 
     def registered(self, segment: int) -> int:
         ends = [(block + 1) * BLOCK for of, block in self._blocks if of == segment]
@@ -76,7 +86,8 @@ class RdmaServer(TransportServer):
 
     async def close(self) -> None:
         self._closed = True
-        await self._end(list(self._connections))
+        for peer in {*self._locks, *(peer for peer, _ in self._connections)}:
+            await self.disconnect(peer)
         while self._mapped:
             segment, address = self._mapped.popitem()
             unmap(address, self._segments[segment].nbytes)

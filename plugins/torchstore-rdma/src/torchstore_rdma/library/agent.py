@@ -3,7 +3,7 @@
 Three properties of the library decide how it is used here; all were measured.
 
 * Its own progress thread polls without a pause and takes a whole processor for each agent. So it is
-  switched off, and whoever waits for something calls the library again and again (:mod:`.pacing`).
+  switched off, and whoever waits for something calls the library again and again (``pacing``).
 * To deregister memory, to remove a remote agent, or to release a transfer that is under way stops
   nothing: the bytes still arrive. Only when the agent is destroyed nothing moves through it.
 * It is not safe for threads: an agent belongs to one thread at a time.
@@ -16,16 +16,20 @@ import gc
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchstore_core.errors import TransportError, TransportUnavailableError
 from torchstore_core.machine.sockets.listeners import listeners
+from torchstore_rdma.library import ucx
+from torchstore_rdma.library.lists import Lists, Prepared
 from torchstore_rdma.plugin import LIBRARY
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from torchstore_rdma.layout import Part
 
 __all__ = ["EVERYTHING", "Agent", "Transfer", "check_not_forked"]
@@ -83,15 +87,19 @@ def _errors() -> tuple[type[Exception], ...]:
     )
 
 
+def _described(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, int, str]]:
+    return [(address, nbytes, 0, "") for address, nbytes in ranges]
+
+
 class Transfer:
     """Some bytes that are under way. Released when it is done, or with its agent."""
 
-    __slots__ = ("_agent", "_handle", "_lists")
+    __slots__ = ("_agent", "_handle", "_used")
 
-    def __init__(self, agent: Agent, handle: Any, lists: tuple[Any, Any]) -> None:
+    def __init__(self, agent: Agent, handle: Any, used: Sequence[Prepared]) -> None:
         self._agent = agent
         self._handle = handle
-        self._lists = lists
+        self._used = used
 
     def start(self) -> bool:
         """Begin; whether it is done already. Between processes of one host UCX copies right here,
@@ -113,8 +121,7 @@ class Transfer:
     def release(self) -> None:
         """Only when it is done."""
         self._handle.release()
-        for one in self._lists:
-            one.release()
+        self._agent.give_back(self._used)
 
 
 class Agent:
@@ -124,7 +131,7 @@ class Agent:
         listening: the sockets at which peers may connect to it over TCP, by their inodes.
 
     Args:
-        name: unique among all agents that may meet it.
+        name: unique among all agents that may meet it; short, and without a slash.
         options: of its UCX backend.
 
     Raises:
@@ -132,16 +139,19 @@ class Agent:
     """
 
     def __init__(self, name: str, options: Mapping[str, str]) -> None:
+        self._name = name
         with _loading, _quietly():
             library = _load()
             self._errors = _errors()
             config = library.nixl_agent_config(enable_prog_thread=False, backends=[])
             before = {one.inode for one in listeners()}
             self._agent: Any = library.nixl_agent(name, config)
+            self._lists = Lists(self._prepared)
             try:
                 self._agent.create_backend("UCX", dict(options))
             except self._errors as error:
                 raise TransportUnavailableError(f"UCX cannot start: {error}") from error
+            self._to_itself = ucx.endpoints(name)
             told = self.metadata()
             self.listening = frozenset(
                 one.inode
@@ -165,23 +175,32 @@ class Agent:
             raise TransportError(f"the peer's metadata cannot be used: {error}") from error
         return name.decode() if isinstance(name, bytes) else str(name)
 
-    def register(self, address: int, nbytes: int) -> object:
-        """Register host memory; what :meth:`deregister` takes.
+    def route(self) -> str:
+        """Over what UCX has connected to the peer, in words; empty if it does not tell. A transfer
+        has ended before.
+        """
+        to_peer = ucx.endpoints(self._name) - self._to_itself
+        return ucx.words(lane for one in sorted(to_peer) for lane in ucx.lanes(one))
+
+    def register(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Register host memory, given as ``(address, nbytes)``: all of it or, if this raises, none.
 
         Raises:
-            TransportError: the system refuses (a limit of locked memory, for example).
+            TorchStoreError: the system refuses (a limit of locked memory, for example).
         """
         try:
-            return self._agent.register_memory([(address, nbytes, 0, "")], _HOST)
+            self._agent.register_memory(_described(ranges), _HOST)
         except self._errors as error:
-            raise TransportError(f"{nbytes} bytes cannot be registered: {error}") from error
+            total = sum(nbytes for _, nbytes in ranges)
+            raise TransportError(f"{total} bytes cannot be registered: {error}") from error
 
-    def deregister(self, registration: object) -> None:
+    def deregister(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Forget what was registered. Peers may still reach the memory for a while. A destroyed
         agent has forgotten everything.
         """
-        if self._agent is not None:
-            self._agent.deregister_memory(registration)
+        if self._agent is not None and ranges:
+            self._lists.forget(ranges)  # they refer to what is registered
+            self._agent.deregister_memory(self._agent.get_reg_descs(_described(ranges), _HOST))
 
     def progress(self) -> None:
         """Have the library do what peers want of it."""
@@ -200,15 +219,28 @@ class Agent:
         Raises:
             TransportError: a range is not registered.
         """
+        used: list[Prepared] = []
         try:
-            ours = self._agent.prep_xfer_dlist("", part.local, _HOST)
-            theirs = self._agent.prep_xfer_dlist(peer, part.remote, _HOST)
+            for whose, rows in (("", part.local), (peer, part.remote)):
+                used.append(self._lists.take(whose, rows, len(part.indices)))
             handle = self._agent.make_prepped_xfer(
-                "WRITE" if write else "READ", ours, part.indices, theirs, part.indices
+                "WRITE" if write else "READ",
+                used[0].handle,
+                part.indices,
+                used[1].handle,
+                part.indices,
             )
         except self._errors as error:
+            self.give_back(used)
             raise TransportError(f"NIXL refuses the transfer: {error}") from error
-        return Transfer(self, handle, (ours, theirs))
+        return Transfer(self, handle, used)
+
+    def _prepared(self, whose: str, rows: np.ndarray[Any, Any]) -> Any:
+        return self._agent.prep_xfer_dlist(whose, rows, _HOST)
+
+    def give_back(self, used: Sequence[Prepared]) -> None:
+        """A transfer needs these lists no more."""
+        self._lists.give_back(used)
 
     def state(self, ask: Any) -> bool:
         """Whether a transfer is done.
@@ -231,6 +263,7 @@ class Agent:
             Whether it has been destroyed. False if something still refers to it.
         """
         left = weakref.ref(self._agent.agent)
+        self._lists.clear()
         self._agent = None
         if left() is not None:
             gc.collect()

@@ -1,0 +1,1 @@
+"""NIXL, and UCX below it, as this package uses them."""
