@@ -41,8 +41,8 @@ FAULTS: dict[str, Callable[[], BaseException]] = {
     "strange details": lambda: TransportError("no", details={"done": object(), "why": fail}),
 }
 
-#: The method that fails, how, and how often it has done so.
-state: dict[str, Any] = {"method": "", "fault": "", "failed": 0, "closed": 0}
+#: The method that fails, how, and how often it has done so; whether progress has been looked at.
+state: dict[str, Any] = {"method": "", "fault": "", "failed": 0, "closed": 0, "looked": False}
 
 
 def fail(method: str) -> None:
@@ -54,8 +54,6 @@ def fail(method: str) -> None:
 
 class ForeignLink(MailboxLink):
     """Fails in the middle: half of the copies have been moved."""
-
-    _looked = False
 
     @classmethod
     async def connect(cls, offer: bytes, context: LinkContext) -> Any:
@@ -76,8 +74,8 @@ class ForeignLink(MailboxLink):
         await super().read(copies[len(copies) // 2 :])
 
     def progress(self) -> int:
-        fail("progress again" if self._looked else "progress")
-        self._looked = True
+        fail("progress again" if state["looked"] else "progress")
+        state["looked"] = True
         return super().progress()
 
     def close(self) -> None:

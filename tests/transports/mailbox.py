@@ -88,7 +88,10 @@ class MailboxServer(TransportServer):
                 return b""
             case "nothing":
                 return None  # type: ignore[return-value]
-            case "disconnect fails" | "disconnect hangs" | "close fails" | "no count" | "slow":
+            case "disconnect fails" | "disconnect hangs" | "close fails":
+                self._odd[peer] = letter.what
+                return b""
+            case "no count" | "count hangs" | "slow":
                 self._odd[peer] = letter.what
                 return b""
             case "details":
@@ -130,6 +133,8 @@ class MailboxServer(TransportServer):
     def registered(self, segment: int) -> int:
         if "no count" in self._odd.values():
             raise ValueError("a fault of the half")
+        if "count hangs" in self._odd.values():
+            time.sleep(1000)
         return self._segments[segment].nbytes if self._peers else 0
 
     async def close(self) -> None:

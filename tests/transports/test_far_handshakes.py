@@ -59,7 +59,7 @@ async def test_memory_of_an_attached_volume_waits_for_a_write_that_may_arrive(
         client = await ts.connect(store.address, store_name="attached", prefer=["mailbox"])
         gate.touch()
         with pytest.raises(ts.StoreTimeoutError):
-            await client.put("late", torch.ones(MB // 8), timeout=0.5)
+            await client.put("late", torch.ones(MB // 8), timeout=0.3)
         await until(lambda: _finished(client), 10)
         assert not held.exists()
         await ts.shutdown()

@@ -5,6 +5,7 @@ a write has an uncertain end.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import functools
 import gc
 import os
@@ -19,10 +20,11 @@ import torch
 from tests.processes import Script
 from tests.support import SMALL, running_store, until
 from tests.transports.asking import ask, nothing_unfinished
-from tests.transports.mailbox import GATE, Letter
+from tests.transports.mailbox import GATE, Letter, MailboxLink
 
 import torchstore_core as ts
 from torchstore_core.clients.session.handshake import client_facts
+from torchstore_core.contracts.transport import Copy, LinkContext
 from torchstore_core.machine.topology import probe
 from torchstore_core.plugins.registry import Registry
 from torchstore_core.server.index.records import SessionRecord
@@ -187,6 +189,34 @@ async def test_a_half_that_is_slow_to_end_a_client_serves_the_others(
         await volume.handshake(b"two", "mailbox", msgspec.msgpack.encode(Letter("let go")))
         await asyncio.wait_for(ending, 10)
         assert await volume.handshake(b"one", "mailbox", who)
+
+
+async def test_a_half_that_hangs_while_its_client_reads_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And other transports carry on: nobody asks it to end anything."""
+
+    async def read(volume: Volume, name: str) -> bytes:
+        ask, here = functools.partial(volume.handshake, b"one", name), probe()
+        context = LinkContext(here, here, same_host=True, offered=True, handshake=ask)
+        link = await MailboxLink.connect(b"mailbox", context)
+        into = ctypes.create_string_buffer(10)
+        await link.read([Copy(ctypes.addressof(into), 0, 5, 10)])
+        return into.raw
+
+    who = msgspec.msgpack.encode(Letter("who"))
+    async with _volume(tmp_path) as volume:
+        os.pwrite(volume.memory.fd, b"ten bytes.", 5)
+        with monkeypatch.context() as soon:
+            soon.setattr("torchstore_core.server.memory.isolated._PAUSE_S", 0.3)
+            assert await read(volume, "mailbox-apart") == b"ten bytes."
+            os.kill(int(await volume.handshake(b"one", "mailbox-apart", who)), signal.SIGSTOP)
+            reading = asyncio.ensure_future(read(volume, "mailbox-apart"))
+            assert await read(volume, "mailbox") == b"ten bytes."
+            assert not reading.done()
+            with pytest.raises(ts.TransportError, match="has died"):
+                await asyncio.wait_for(reading, 20)
+        assert await read(volume, "mailbox-apart") == b"ten bytes."
 
 
 async def test_handshakes_of_a_client_that_disconnects_end(

@@ -97,6 +97,60 @@ async def test_handshakes_of_a_client_that_disconnects_end(
             await asyncio.wait_for(writing, 10)
 
 
+_ISOLATED = "torchstore_core.server.memory.isolated"
+
+
+@pytest.mark.parametrize("how", ["hang", "count hangs", "stopped"])
+async def test_a_half_that_hangs_is_replaced(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a handshake, in what it says with each answer, or when nobody has asked it anything."""
+    async with _half() as half:
+        with monkeypatch.context() as soon:
+            soon.setattr(f"{_ISOLATED}._PAUSE_S", 0.3)
+            before = await half.pid()
+            if how == "stopped":
+                os.kill(before, signal.SIGSTOP)
+                await until(lambda: not Path(f"/proc/{before}").exists(), 20)
+            else:
+                with pytest.raises(ts.TransportError, match="has died"):
+                    await asyncio.wait_for(half.ask(Letter(how)), 20)
+        assert half.server.registered(0) == 0
+        assert int(await half.ask(Letter("who"), b"other")) == await half.pid() != before
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_a_handshake_that_is_not_answered_costs_its_client(
+    ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It alone, or the process, if that cannot end it."""
+    gate = tmp_path / "gate"
+    monkeypatch.setenv(GATE, str(gate))
+    gate.touch()
+    async with _half() as half:
+        before = await half.pid()
+        if not ends:
+            await half.ask(Letter("disconnect hangs"))
+        with monkeypatch.context() as soon:
+            soon.setattr(f"{_ISOLATED}.HANDSHAKE_S", 0.3)
+            soon.setattr(f"{_ISOLATED}._DISCONNECT_S", 20.0 if ends else 0.3)
+            with pytest.raises(ts.TransportNotReadyError, match="not answer a handshake"):
+                await half.ask(Letter("write", nbytes=1, data=b"x"))
+        assert half.first_byte() == (b"x" if ends else b"\0")  # it is written at the end
+        assert (await half.pid() == before) is ends
+
+
+async def test_whoever_ends_a_client_waits_until_it_has_ended() -> None:
+    """So does the client, if it begins again."""
+    async with _half() as half:
+        await half.ask(Letter("disconnect hangs"))
+        waiting = [asyncio.ensure_future(half.server.disconnect(b"me")) for _ in range(2)]
+        await asyncio.sleep(0)
+        waiting.append(asyncio.ensure_future(half.ask(Letter("who"))))
+        await half.ask(Letter("who"), b"other")
+        assert not any(one.done() for one in waiting)
+        await half.ask(Letter("let go"), b"other")
+        await asyncio.wait_for(asyncio.gather(*waiting), 10)
+
+
 @pytest.mark.parametrize("what", ["nothing", "too much", "long error"])
 async def test_an_impossible_answer_is_an_error_of_that_handshake_alone(what: str) -> None:
     async with _half() as half:

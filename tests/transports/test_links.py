@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,20 +10,22 @@ from typing import cast
 
 import msgspec
 import pytest
-from tests.support import SMALL, running_store
+from tests.support import SMALL, running_store, start_store
 from tests.transports.mailbox import MailboxLink
 
 import torchstore_core as ts
 from torchstore_core.clients.session.volume_links import VolumeLinks
+from torchstore_core.contracts.transport import Link
 from torchstore_core.plugins.ranking import Candidate
 
+ALL_BUT_MAILBOX = ["shm", "tcp", "mailbox-apart"]
 FAULT = ts.TransportError("a fault of the network")
 
 
 @asynccontextmanager
 async def _links() -> AsyncIterator[tuple[VolumeLinks, Candidate]]:
     """Of a client to the one volume of a store; the only transport is ``mailbox``."""
-    async with running_store(block=["shm", "tcp", "mailbox-apart"], **SMALL) as client:
+    async with running_store(block=ALL_BUT_MAILBOX, **SMALL) as client:
         (links,) = (await client._joined.session(10)).volumes
         (candidate,) = [c for c in links.candidates(1) if c.spec.name == "mailbox"]
         yield links, candidate
@@ -51,6 +54,46 @@ async def test_the_pause_gets_longer_until_something_is_moved_again() -> None:
         with pytest.warns(RuntimeWarning, match="'mailbox'.*failed"):
             links.failed(candidate, FAULT)
         assert 0 < _pause(links) <= 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ts.TransportUnavailableError("no common address"), OSError(errno.ENETUNREACH, "no network")],
+)
+async def test_what_has_worked_is_tried_again_whatever_it_says(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For instance while its network interface is down."""
+
+    async def fails(*_: object) -> Link:
+        raise error
+
+    async with _links() as (links, candidate):
+        await links.connect(candidate)
+        with pytest.warns(RuntimeWarning, match="'mailbox'.*tried again"):
+            links.failed(candidate, FAULT)
+        with monkeypatch.context() as broken:
+            broken.setattr(MailboxLink, "connect", fails)
+            with pytest.raises(ts.TransportUnavailableError) as raised:
+                await links.connect(candidate)
+            links.failed(candidate, raised.value)
+        assert links.candidates(1) == [candidate]
+        await links.connect(candidate)
+        assert links.ranking.order(1, in_band=False) == [candidate]
+
+
+async def test_what_never_worked_and_never_will_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def fails(*_: object) -> Link:
+        raise ts.TransportUnavailableError("not from here")
+
+    monkeypatch.setattr(MailboxLink, "connect", fails)
+    with pytest.warns(RuntimeWarning, match="'mailbox'.*not used any more"):
+        client = await start_store(block=ALL_BUT_MAILBOX)
+    (links,) = (await client._joined.session(10)).volumes
+    assert links.candidates(1) == []
+    await ts.shutdown()
 
 
 async def test_a_link_is_closed_when_the_transfers_that_may_use_it_have_ended() -> None:

@@ -70,7 +70,7 @@ def faulty(
     monkeypatch.setenv(foreign.FAULTY, str(request.param))
 
     def fail(method: str, fault: str) -> None:
-        changed = {"method": method, "fault": fault, "failed": 0, "closed": 0}
+        changed = {"method": method, "fault": fault, "failed": 0, "closed": 0, "looked": False}
         for name, value in changed.items():
             monkeypatch.setitem(foreign.state, name, value)
 

@@ -6,143 +6,61 @@ moved once more shows.
 
 from __future__ import annotations
 
-import ctypes
-import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
+from itertools import product
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from tests.transports.faults.segments import (
+    MB,
+    SIZE,
+    Devices,
+    DevicesWithoutRows,
+    Plain,
+    Registering,
+    Rows,
+    Volume,
+    Windowed,
+    volume_of_this_process,
+)
 
-from torchstore_core.clients.transfer import executor
-from torchstore_core.clients.transfer.moves import Batch, get_batches, put_batches
+from torchstore_core.clients.transfer import executor, staging
+from torchstore_core.clients.transfer.moves import get_batches, put_batches
 from torchstore_core.clients.transfer.sources import prepare
 from torchstore_core.clients.transfer.targets import Results, resolve
-from torchstore_core.contracts.transport import (
-    Copy,
-    LinkContext,
-    Mapping,
-    Memory,
-    Segment,
-    ServerContext,
-    Window,
-)
-from torchstore_core.errors import TransportError, UnsupportedValueError
-from torchstore_core.machine.topology import probe
+from torchstore_core.contracts.transport import Mapping
+from torchstore_core.errors import UnsupportedValueError
 from torchstore_core.machine.virtual_memory import map_private
-from torchstore_core.server.memory.segment import open_memory
 from torchstore_core.values import TensorMeta, TensorSlice
 from torchstore_core.wire import messages as m
-from torchstore_inprocess.transport import InProcessLink, InProcessServer
 
-MB = 1 << 20
-SIZE = 20 * MB
 SPOILT = 255
-
-
-class Plain(InProcessLink):
-    """Contiguous host memory. Fails after so many copies as it is allowed; counts what it moves."""
-
-    allowed: int = 1 << 60
-    moved: int = 0
-
-    async def write(self, copies: Sequence[Copy]) -> None:
-        self._run(copies, into=True)
-
-    async def read(self, copies: Sequence[Copy]) -> None:
-        self._run(copies, into=False)
-
-    def _run(self, copies: Sequence[Copy], *, into: bool) -> None:
-        for at, copy in enumerate(copies):
-            if not self.allowed:
-                raise TransportError("it has failed", details={"done": at})
-            self.allowed -= 1
-            assert self.rows or copy.rows == 1
-            assert not copy.device or self.devices
-            for row in range(copy.rows):
-                here = copy.address + row * copy.stride
-                offset = copy.offset + row * copy.step
-                there = self._at(Copy(0, copy.segment, offset, copy.nbytes))
-                ctypes.memmove(*((there, here) if into else (here, there)), copy.nbytes)
-                self.moved += copy.nbytes
-
-
-class Rows(Plain):
-    rows: ClassVar[bool] = True
-
-
-class Devices(Rows):
-    """This host's memory passes for that of a device."""
-
-    devices: ClassVar[frozenset[str]] = frozenset(("cpu",))
-
-
-class DevicesWithoutRows(Devices):
-    rows: ClassVar[bool] = False
-
-
-class Registering(Rows):
-    """Is told whose memory it is."""
-
-    async def write_from(self, copies: Sequence[Copy], memory: Sequence[Memory]) -> None:
-        assert memory
-        self._run(copies, into=True)
-
-    async def read_into(self, copies: Sequence[Copy], memory: Sequence[Memory]) -> None:
-        assert memory
-        self._run(copies, into=False)
-
-
-class Windowed(Plain):
-    """Its window fails after so many chunks."""
-
-    def window(self, segment: int) -> Window:
-        return Window(self._at(Copy(0, segment, 0, 0)), SIZE)
-
-    def prepare(self, segment: int, offset: int, nbytes: int, *, fresh: bool) -> None:
-        if self.allowed <= 0:
-            raise TransportError("no page is left")
-        self.allowed -= 1
 
 
 KINDS = (Plain, Rows, Devices, DevicesWithoutRows, Registering, Windowed)
 
 
-class Volume:
-    """A segment, and links to it."""
-
-    def __init__(self) -> None:
-        self.fd = open_memory("try", SIZE)
-        self.server = InProcessServer()
-        self.memory = torch.from_file(f"/proc/self/fd/{self.fd}", True, SIZE, dtype=torch.uint8)
-
-    async def start(self) -> None:
-        here = probe()
-        self.context = LinkContext(here, here, same_host=True, offered=True)
-        context = ServerContext("store", "volume", "/tmp", here)
-        self.offer = await self.server.start(context, [Segment(0, self.fd, SIZE)])
-
-    async def link(self, kind: type[Plain], allowed: int = 1 << 60) -> Any:
-        made = await kind.connect(self.offer, self.context)
-        made.allowed = allowed  # type: ignore[attr-defined]
-        return made
-
-    async def fails(self, kind: type[Plain], batch: Batch, allowed: int) -> int:
-        """Move a part of a batch; how many bytes went over the wire, if that is known."""
-        link = await self.link(kind, allowed)
-        with pytest.raises(TransportError):
-            await executor.by_link(link, batch)
-        assert not link.allowed, "it was to fail in the middle"
-        return int(link.moved)
+@pytest.fixture
+async def volume() -> AsyncIterator[Volume]:
+    async with volume_of_this_process() as made:
+        yield made
 
 
 @pytest.fixture
-async def volume() -> AsyncIterator[Volume]:
-    made = Volume()
-    await made.start()
-    yield made
-    await made.server.close()
-    os.close(made.fd)
+def _cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a batch moves in parts, although it is small."""
+    if request.param:
+        monkeypatch.setattr(staging, "_PART", 32 << 10)
+        monkeypatch.setattr(staging, "_MANY", 7)
+
+
+_IN_PARTS = (Plain, DevicesWithoutRows, Windowed)
+_PAIRS = [
+    *[(*pair, False) for pair in product(KINDS, repeat=2)],
+    *[(*pair, True) for pair in product(_IN_PARTS, repeat=2)],
+]
+_every_pair = pytest.mark.parametrize(("first", "second", "_cut"), _PAIRS, indirect=["_cut"])
 
 
 _PATTERN = (torch.arange(250) + 1).to(torch.uint8).repeat(SIZE // 250 + 1)
@@ -158,8 +76,8 @@ def _fail_after(kind: type[Plain], copies: int) -> int:
     return 2 if kind is Windowed else copies
 
 
-@pytest.mark.parametrize("second", KINDS)
-@pytest.mark.parametrize("first", KINDS)
+@pytest.mark.usefixtures("_cut")
+@_every_pair
 async def test_put(volume: Volume, first: type[Plain], second: type[Plain]) -> None:
     wide, narrow = _fill(4 * MB).view(1024, 4096), _fill(MB // 2).view(-1, 64)
     values = {f"run{at}": _fill(1000 + at * 400) for at in range(40)}
@@ -190,8 +108,8 @@ async def test_put(volume: Volume, first: type[Plain], second: type[Plain]) -> N
         assert moved + link.moved == len(expected)
 
 
-@pytest.mark.parametrize("second", KINDS)
-@pytest.mark.parametrize("first", KINDS)
+@pytest.mark.usefixtures("_cut")
+@_every_pair
 async def test_get(volume: Volume, first: type[Plain], second: type[Plain]) -> None:
     volume.memory.copy_(_fill(SIZE))
     before = volume.memory.clone()

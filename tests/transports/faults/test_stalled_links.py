@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ import torch
 from tests.support import SMALL, running_store, until
 from tests.transports.asking import ask, nothing_unfinished
 from tests.transports.mailbox import SLOW_S, Letter
+from tests.transports.tcp.proxy import Proxy, lead_through
 
 import torchstore_core as ts
 
@@ -78,6 +80,21 @@ async def test_the_next_transport_ends_the_get_and_the_first_comes_back(same_hos
         await until(back, 20)
 
 
+async def test_a_port_of_this_host_that_stalls() -> None:
+    """A cable between containers of one machine, for instance."""
+    with Proxy() as proxy:
+        async with running_store(prefer=["tcp"], **SMALL) as client:
+            await lead_through(client, proxy)
+            await client.put("t", VALUE)
+            assert proxy.forwarded
+            proxy.open.clear()
+            with pytest.warns(RuntimeWarning, match=r"'tcp'.*nothing has moved"):
+                got = await client.get("t", torch.zeros_like(VALUE), timeout=6)
+            assert torch.equal(got, VALUE)
+            assert await _get(client) < 1.5
+            proxy.open.set()
+
+
 @pytest.mark.parametrize("same_host", [False, True])
 async def test_what_was_written_in_part_is_settled_first(same_host: bool) -> None:
     async with _store(18.0, same_host=same_host) as (client, apart):
@@ -86,6 +103,21 @@ async def test_what_was_written_in_part_is_settled_first(same_host: bool) -> Non
             await client.put("t", VALUE + 1)
         assert torch.equal(await client.get("t"), VALUE + 1)
         await until(lambda: nothing_unfinished(client), 10)
+
+
+@pytest.mark.soak
+async def test_a_half_that_stays_stopped_is_replaced_though_its_client_only_reads() -> None:
+    async with _store(6.0, same_host=True) as (client, apart):
+        os.kill(apart, signal.SIGSTOP)
+        with pytest.warns(RuntimeWarning, match=STALLED):
+            await _get(client)
+
+        async def back() -> bool:
+            assert await _get(client) < 6
+            return await _chosen(client) == APART
+
+        await until(back, 60)
+        assert not Path(f"/proc/{apart}").exists()
 
 
 async def test_an_operation_that_ends_meanwhile_makes_the_next_begin_with_another() -> None:

@@ -41,11 +41,18 @@ class RpcHosting(Hosting):
         await self._forwarder.start()
         return opened
 
+    async def open_another(self) -> Opened:
+        with hosting():
+            opened = await super().open_another()
+        name = self.volumes[opened.volume].id
+        self._forwarder.volumes[name] = _Actor(RpcServer.of(name))
+        return opened
+
     async def close(self) -> None:
         await self._forwarder.close()
         await super().close()
 
     async def _call(self, ask: Ask) -> Answer:
-        if ask.method == "close":
+        if ask.method == "close" and ask.volume == 0:
             await self._forwarder.close()
         return await super()._call(ask)

@@ -6,45 +6,67 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import mmap
 import os
 from pathlib import Path
 from typing import Any
 
 import torchstore_core as ts
+from torchstore_core.clients.session.session import Session as StoreSession
+from torchstore_core.plugins.ranking import Policy
 from torchstore_core.plugins.registry import Registry
 from torchstore_core.testing.transports.ends.endpoints import SEGMENT, Endpoints
-from torchstore_core.testing.transports.ends.host import Plugin
+from torchstore_core.testing.transports.ends.host import Answer, Plugin
 from torchstore_core.testing.transports.ends.session import Reach, Session
 
-NAME = "kit-engine"
+_numbers = itertools.count()
 
 
 class _StoreSession(Session):
-    """The client that this process is for the store: its links go through actors, and nothing that
-    has to be asked of the server half.
-    """
+    """A session of the store. What the server half is asked goes through the store's server."""
 
-    async def handshake(self, request: bytes) -> bytes:
-        raise ts.TransportUnavailableError("this transport has no handshake")
+    def __init__(self, reach: Reach, store: str) -> None:
+        super().__init__(reach)
+        self._store = store
+        self._address = f"unix:{reach.control}"
+        self._session: StoreSession | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # the one that has opened it
 
-    async def disconnect(self) -> None:
-        return
+    async def _ask(self, method: str, data: bytes = b"") -> Answer:
+        if method == "close":
+            await ts.shutdown(self._store)
+            return Answer(0)
+        try:
+            if self._session is None:
+                policy = Policy.make()
+                self._session = await StoreSession.open(self._address, policy, 10, None, "")
+                self._loop = asyncio.get_running_loop()
+            (volume,) = self._session.volumes
+            if method == "handshake":
+                return Answer(0, await volume._handshake(self.spec.name, data))
+            if method == "disconnect":
+                await self._session.settle(volume.info.index, self.spec.name)
+        except ts.StoreClosedError as error:
+            raise ts.TransportUnavailableError("the volume is gone") from error
+        return Answer(0)
 
-    async def registered(self) -> int:
-        return 0
+    async def leave_loop(self) -> None:
+        if self._session is not None and self._loop is asyncio.get_running_loop():
+            self._session.close()
+            self._session = None
 
 
 class StoreEndpoints(Endpoints):
-    """A store with one volume in another process."""
+    """A store of its own, with one volume in another process."""
 
     def __init__(self, plugin: Plugin) -> None:
         names = Registry().installed("torchstore.transports")
         arguments: dict[str, Any] = {"runtime": "monarch", "capacity": SEGMENT, "prefault": 0}
         arguments["block"] = [name for name in names if name != plugin.name]
         self._taken = 0
-        self._started = asyncio.run(_start(arguments))
-        volume, control = self._started
+        self._name = f"kit-engine-{next(_numbers)}"
+        volume, control = asyncio.run(_start(self._name, arguments))
         self.reach = Reach(
             plugin, control, volume.topology, True, volume.offers.get(plugin.name, b"")
         )
@@ -52,7 +74,9 @@ class StoreEndpoints(Endpoints):
         self.root = volume.pid
         self.nbytes = volume.capacity_bytes
         fd = _segment(volume.pid, volume.id)
-        self.memory = mmap.mmap(fd, self.nbytes)
+        self.segments = [mmap.mmap(fd, self.nbytes)]
+        found = os.fstat(fd)
+        self._files = {(found.st_dev, found.st_ino)}
         os.close(fd)
 
     def take(self, nbytes: int) -> int:
@@ -63,15 +87,15 @@ class StoreEndpoints(Endpoints):
         return offset
 
     def session(self) -> Session:
-        return _StoreSession(self.reach)
+        return _StoreSession(self.reach, self._name)
 
     def close(self) -> None:
-        self.memory.close()
-        asyncio.run(ts.shutdown(NAME))
+        self.segments[0].close()
+        asyncio.run(ts.shutdown(self._name))
 
 
-async def _start(arguments: dict[str, Any]) -> Any:
-    client = await ts.initialize(store_name=NAME, timeout=60, **arguments)
+async def _start(name: str, arguments: dict[str, Any]) -> Any:
+    client = await ts.initialize(store_name=name, timeout=60, **arguments)
     session = await client._joined.session(10)
     (volume,) = session.volumes
     return volume.info, volume.context.control

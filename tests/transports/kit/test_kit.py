@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from tests.transports.kit.broken.ending import clean
 
+from torchstore_core.errors import TransportError
 from torchstore_core.testing import TransportTests
 
 BROKEN = "tests.transports.kit.broken"
 SIZES = "test_every_size_arrives"
 RANGE = "test_what_is_out_of_range_is_refused"
 LEAKS = "test_links_leave_nothing_behind"
+SEGMENTS = "test_every_segment_is_reached"
 BIDS = "test_its_bids_make_sense"
 PURE = "test_its_bids_are_pure_and_quick"
 CLOSED = "test_a_closed_link_refuses"
@@ -26,6 +28,12 @@ STOPPED = "test_a_stopped_half_holds_nobody_up"
 PROGRESS = "test_progress_tells_that_bytes_have_moved"
 FAILED = "test_failed_transfers_leave_nothing_behind"
 ALONE = "test_the_end_of_a_link_is_nobody_elses"
+AFTERWARDS = "test_after_a_failed_transfer_no_byte_moves"
+STALE = "test_a_disconnected_client_begins_anew_or_is_refused"
+VOLUMES = "test_volumes_of_one_process_do_not_mix"
+REGISTERED = "test_registered_memory_is_that_of_now"
+DEVICES = "test_memory_of_devices_arrives"
+KILLED = "test_a_killed_half_is_noticed"
 HALF_CLOSED = "test_a_closed_server_half_refuses"
 
 
@@ -73,9 +81,13 @@ def _clean() -> Iterator[None]:
         (moving("Short"), SIZES, "write: 1 bytes are wrong"),
         (moving("Long"), SIZES, "read: .* bytes are wrong|beside the destination"),
         (moving("Clearing"), SIZES, "write changed its source"),
+        (moving("Absolute"), "test_a_negative_size_moves_nothing", "write of -1 bytes changed"),
+        (moving("Deviceless"), DEVICES, "write from cpu: changed"),
         (moving("Swapping"), "test_a_batch_of_many_pieces_arrives", "write: .* bytes are wrong"),
         (moving("Few"), "test_a_batch_of_many_pieces_arrives", "write: .* bytes are wrong"),
         (moving("Capped"), "test_a_large_transfer_arrives", "write: .* bytes are wrong"),
+        (moving("First"), SEGMENTS, "write: other bytes are at 4097 of segment 0"),
+        (moving("Grown"), SEGMENTS, "write: other bytes are at 268.* of segment 0"),
         (moving("Strideless"), "test_rows_arrive", "write: 3 rows of 5 bytes at 7 here, 5 there"),
         (moving("Busy"), "test_transfers_at_the_same_time_do_not_mix", "bytes are wrong"),
         (
@@ -86,18 +98,27 @@ def _clean() -> Iterator[None]:
         (moving("Blind"), "test_a_window_shows_the_segment", "the segment has other bytes"),
         (
             moving("Stale"),
-            "test_registered_memory_is_that_of_now",
+            REGISTERED,
             "write, again: other bytes",
         ),
         (half("Single"), "test_two_client_processes", "write in another process: .*somebody else"),
+        (half("Common"), VOLUMES, "a write to one of two volumes is not there"),
         (moving("MovesOn"), CANCELLED, "bytes were written after a write had been cancelled"),
         (moving("MovesOn"), READING, "bytes came after a read had been cancelled"),
+        (moving("Lingering"), AFTERWARDS, "moved after a write with a copy out of range had fail"),
+        (moving("Lingering"), KILLED, "bytes came after a write to a killed half had failed"),
+        (moving("Opening"), STALE, "a read over a link of a client that .* ended with None"),
         (half("Settled"), CANCELLED, "bytes were written after"),
         (half("Later"), CANCELLED, "bytes were written after"),
         (half("Later"), "test_a_killed_client_writes_no_more", "of a dead client came after"),
         (moving("Patient"), SOON, "ended after 1.. s, not within a second"),
+        (
+            ending("Apart"),
+            "test_an_isolated_half_that_was_killed_is_made_anew",
+            "that half is dead",
+        ),
         (moving("Polite"), STOPPED, "ended after .* s, not within a second"),
-        (moving("Plain"), "test_a_killed_half_is_noticed", "ConnectionResetError.*no TransportErr"),
+        (moving("Plain"), KILLED, "ConnectionResetError.*no TransportErr"),
         (ending("Trusting"), RANGE, "the byte after the segment was accepted"),
         (ending("Unsigned"), RANGE, "write of an offset that overflows 64 bits (was|raised)"),
         (ending("Untyped"), RANGE, "ValueError.*no TransportError"),
@@ -154,6 +175,11 @@ def _clean() -> Iterator[None]:
         (telling("Wordy"), PROGRESS, "'much', which is no integer"),
         (telling("Pausing"), PROGRESS, "progress.. took .* ms: it must not block"),
         (telling("Still"), PROGRESS, "progress.. is 0 before a write of 8 MiB, and after it"),
+        (
+            half("Counting"),
+            "test_killed_clients_leave_nothing_behind",
+            "8 killed clients left this behind: descriptors of the server half",
+        ),
         (half("Hoarding"), LEAKS, "descriptors of the server half"),
         (
             lasting("Keeper"),
@@ -218,11 +244,40 @@ class TestPosting(TransportTests):
     name = "broken"
     entry = half("Posting")
     light_halves = True
+    large_bytes = 16 << 20
 
 
-def test_a_link_that_tells_its_progress_passes() -> None:
-    made = kit(telling("Telling"))
+def test_a_link_with_every_ability_passes() -> None:
+    made = kit(telling("Able"))
     try:
-        getattr(made, PROGRESS)()
+        for test in (PROGRESS, REGISTERED, DEVICES):
+            getattr(made, test)()
     finally:
         made.teardown_class()
+
+
+@pytest.mark.parametrize(
+    ("entry", "test", "says"),
+    [
+        (
+            moving("strideless"),
+            "test_a_store_moves_tensors_of_every_kind",
+            "every .* came back changed",
+        ),
+        (
+            moving("cut"),
+            "test_a_store_moves_parts_of_a_large_tensor",
+            "a transposed destination has other values",
+        ),
+        (ending("limited"), "test_a_store_refuses_what_is_over_max_bytes", "that is too much"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:transport 'limited'")
+def test_what_is_wrong_is_found_in_a_store(
+    install: Callable[[dict[str, str]], None], entry: str, test: str, says: str
+) -> None:
+    made = kit(entry)
+    type(made).name = entry.rpartition("_")[2]
+    install({made.name: entry})
+    with pytest.raises((pytest.fail.Exception, TransportError), match=says):
+        getattr(made, test)()

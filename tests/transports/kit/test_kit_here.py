@@ -28,6 +28,7 @@ class TestMailbox(TransportTests):
 
     name = "mailbox"
     light_halves = True
+    large_bytes = 16 << 20  # each byte is copied seven times on its way
 
 
 class TestMailboxApart(TransportTests):
@@ -35,3 +36,4 @@ class TestMailboxApart(TransportTests):
 
     name = "mailbox-apart"
     light_halves = True
+    large_bytes = 16 << 20

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -100,6 +102,19 @@ class Local:
     def copy(self, offset: int = 0, nbytes: int | None = None, segment: int = 7) -> Copy:
         size = len(self.buffer) if nbytes is None else nbytes
         return Copy(self.address, segment, offset, size)
+
+
+def drip(sock: socket.socket, said: bytes = b"") -> None:
+    """Say something, and then a byte at a time, until the other end has closed, or for 10 s."""
+    ends = time.monotonic() + 10
+    with sock:
+        sock.sendall(said)
+        while time.monotonic() < ends:
+            try:
+                sock.sendall(b"t")
+            except OSError:
+                return
+            time.sleep(0.05)  # what a slow stranger does
 
 
 def threads() -> list[str]:

@@ -26,9 +26,14 @@ class Proxy:
         flip_after: damage one byte after so many bytes from the client (``up``) or to it.
         forwarded: bytes so far, from the client and to it.
         seen: these bytes, where somebody wants them.
+
+    Args:
+        source: the address from which the volume is reached; empty: the one that leads there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, source: str = "") -> None:
+        self._source = source
+        self._counting = threading.Lock()
         self.delay_s = 0.0
         self.open = threading.Event()
         self.open.set()
@@ -85,7 +90,7 @@ class Proxy:
             except OSError:
                 return
             try:
-                volume = socket.create_connection(self._target)
+                volume = socket.create_connection(self._target, source_address=(self._source, 0))
             except OSError:
                 client.close()
                 continue
@@ -107,12 +112,13 @@ class Proxy:
             except OSError:
                 data = b""
             self.open.wait()
-            at = self.flip_after.get(way)
-            if at is not None and self.forwarded[way] <= at < self.forwarded[way] + len(data):
-                damaged = bytearray(data)
-                damaged[at - self.forwarded[way]] ^= 0x10
-                data = bytes(damaged)
-            self.forwarded[way] += len(data)
+            with self._counting:
+                at = self.flip_after.get(way)
+                if at is not None and self.forwarded[way] <= at < self.forwarded[way] + len(data):
+                    damaged = bytearray(data)
+                    damaged[at - self.forwarded[way]] ^= 0x10
+                    data = bytes(damaged)
+                self.forwarded[way] += len(data)
             if self.seen is not None:
                 self.seen[way] += data
             pipe.put((time.monotonic() + self.delay_s, data))

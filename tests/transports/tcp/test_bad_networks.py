@@ -244,4 +244,5 @@ async def test_without_checksums_damage_is_not_noticed() -> None:
             source = Local(20 * MB, os.urandom(20 * MB))
             proxy.flip_after["up"] = proxy.forwarded["up"] + 9 * MB
             await link.write([source.copy()])
-            assert sum(a != b for a, b in zip(there.memory, source.buffer, strict=False)) <= 1
+            found = int.from_bytes(there.memory[: 20 * MB])
+            assert (found ^ int.from_bytes(source.raw)).bit_count() == 1

@@ -15,6 +15,7 @@ import pytest
 from msgspec.structs import replace
 from tests.support import until
 from tests.transports.tcp.halves import MB, PEER, Local, linked, listening, sockets, threads, volume
+from tests.transports.tcp.proxy import Proxy
 
 from torchstore_core.contracts.transport import Copy
 from torchstore_core.errors import TransportError, TransportNotReadyError
@@ -53,6 +54,29 @@ async def test_rows(row: int, rows: int) -> None:
             at = i * stride
             assert target.raw[at : at + row] == data[at : at + row]
             assert target.raw[at + row : at + stride] == bytes(3)
+
+
+async def test_long_rows_are_sent_from_the_segment_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By ``sendfile``, where the client has another address: they are not copied on their way."""
+    sent: list[int] = []
+    sendfile = os.sendfile
+
+    def counting(out: int, fd: int, offset: int, nbytes: int) -> int:
+        sent.append(sendfile(out, fd, offset, nbytes))
+        return sent[-1]
+
+    monkeypatch.setattr(os, "sendfile", counting)
+    with Proxy("127.0.0.2") as proxy:
+        async with linked(route=proxy.route) as (link, there):
+            data = there.memory[: 9 * MB] = os.urandom(9 * MB)
+            target = Local(9 * MB)
+            await link.read([target.copy()])
+            assert target.raw == data
+            assert sum(sent) == 9 * MB
+            await link.read([Copy(target.address, 7, MB, 100_000, 20, 100_000, 200_000)])
+            assert sum(sent) == 9 * MB + 20 * 100_000
+            await link.read([Copy(target.address, 7, MB, 100, 20, 100, 200)])
+            assert sum(sent) == 9 * MB + 20 * 100_000
 
 
 async def test_rows_backwards_and_repeated() -> None:

@@ -8,11 +8,12 @@ import os
 import shutil
 import socket
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 from tests.support import until
-from tests.transports.tcp.halves import MB, PEER, Local, linked, threads, volume
+from tests.transports.tcp.halves import MB, PEER, Local, drip, linked, threads, volume
 from tests.transports.tcp.proxy import Proxy
 
 from torchstore_core.contracts.transport import Copy
@@ -151,4 +152,19 @@ async def test_plain_bytes_at_an_encrypted_port(
             with contextlib.suppress(ConnectionResetError):
                 while await asyncio.to_thread(sock.recv, 1000):
                     pass
+        (await there.connect()).close()
+
+
+async def test_a_slow_handshake_at_an_encrypted_port(
+    authorities: tuple[Files, Files], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has one limit as a whole, however diligently somebody sends a byte of it at a time."""
+    _use(monkeypatch, authorities[0])
+    monkeypatch.setattr("torchstore_transports.tcp.serving.peers.GREETING_S", 0.5)
+    async with linked() as (_, there):
+        began = time.monotonic()
+        slow = socket.create_connection(there.endpoint, timeout=10)
+        # The head of a record of 16 KB, as a greeting of TLS begins.
+        await asyncio.to_thread(drip, slow, bytes.fromhex("16030140000100"))
+        assert time.monotonic() - began < 5
         (await there.connect()).close()

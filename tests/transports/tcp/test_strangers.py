@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 import msgspec
 import pytest
 from tests.support import until
-from tests.transports.tcp.halves import MB, PEER, Local, Volume, linked, threads, volume
+from tests.transports.tcp.halves import MB, PEER, Local, Volume, drip, linked, threads, volume
 
 from torchstore_core.errors import TransportNotReadyError, TransportUnavailableError
 from torchstore_core.machine.networks import namespace_id, networks
@@ -145,17 +145,7 @@ async def test_slow_and_silent_strangers(monkeypatch: pytest.MonkeyPatch) -> Non
     async with linked() as (_, there):
         with _stranger(there) as slow, _stranger(there) as silent:
             began = time.monotonic()
-
-            def drip() -> None:
-                with slow:
-                    while time.monotonic() < began + 10:
-                        try:
-                            slow.sendall(b"t")
-                        except OSError:
-                            return
-                        time.sleep(0.05)  # what a slow stranger does
-
-            dripping = asyncio.ensure_future(asyncio.to_thread(drip))
+            dripping = asyncio.ensure_future(asyncio.to_thread(drip, slow))
             await _works(there)
             assert await asyncio.to_thread(_closed, silent)
             await dripping
@@ -190,27 +180,25 @@ async def test_a_port_scan() -> None:
 
 
 async def test_a_client_that_was_forgotten_is_a_stranger() -> None:
+    """With the ticket and the secret that it was given, too."""
     async with linked() as (link, there):
         local = Local(100)
         await link.write([local.copy()])
+        known = there.welcome
+        assert known is not None
+
+        async def introduced() -> None:
+            with _stranger(there) as sock:
+                given = known.ticket, known.secret
+                await asyncio.to_thread(authentication.introduce, sock, *given, 5.0)
+
         other = await there.connect(b"other")
+        await introduced()
         await there.server.disconnect(PEER)
-        with pytest.raises(TransportNotReadyError, match="refused"):
-            await there.connect(b"late", route=_with_the_ticket_of(there))
+        with pytest.raises(OSError, match=r"closed|reset"):
+            await introduced()
         await other.read([local.copy()])
         other.close()
-
-
-def _with_the_ticket_of(there: Volume) -> object:
-    """Have the next client use the ticket of one that is forgotten."""
-    assert there.welcome is not None
-
-    def route(endpoints: object) -> object:
-        assert there.welcome is not None
-        there.welcome = msgspec.structs.replace(there.welcome, ticket=bytes(16))
-        return endpoints
-
-    return route
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import threading
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchstore_core.clients.transfer import cuda
-from torchstore_core.contracts.transport import Window
+from torchstore_core.clients.transfer.moves import PutBatch, TensorMove
+from torchstore_core.clients.transfer.staging import CopyPlan, adapt
+from torchstore_core.contracts.transport import Copy, Window
 
 UNIT = 1 << 16
 _KERNELS = {"copy_", "clone", "_to_copy", "new_ones"}
@@ -105,6 +109,29 @@ class _Stream:
 
     def synchronize(self) -> None:
         pass
+
+
+async def test_what_is_queued_on_a_device_ends_before_a_link_reaches_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A link that takes addresses in a device's memory knows nothing of streams."""
+    done: list[tuple[torch.device, int]] = []
+
+    def current(device: torch.device) -> SimpleNamespace:
+        event = SimpleNamespace(synchronize=lambda: done.append((device, threading.get_ident())))
+        return SimpleNamespace(record_event=lambda: event)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current)
+    here, devices = threading.get_ident(), [torch.device("cuda:0"), torch.device("cuda:1")]
+    tensors: list[Any] = [SimpleNamespace(device=one) for one in (*devices, devices[0])]
+    batch = PutBatch(0, 0, [], [])
+    batch.prepared = plan = CopyPlan()
+    plan.copies = [Copy(4096, 0, 0, 8, device="cuda:0")]
+    plan.direct = [(4096, TensorMove("k", tensor, 0, (1,), torch.uint8)) for tensor in tensors]
+    await adapt(plan, batch, rows=True, devices=frozenset(("cuda",)))
+    assert [device for device, _ in sorted(done, key=str)] == devices
+    assert all(thread != here for _, thread in done)  # the event loop goes on meanwhile
+    assert [copy.device for copy in plan.copies] == ["cuda:0"]
 
 
 @pytest.fixture

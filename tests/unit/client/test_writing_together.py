@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from tests.support import turn
 
-from torchstore_core.clients.transfer.executor import together
 from torchstore_core.errors import TransportError
+from torchstore_core.machine.tasks import together
 
 
 async def test_all_run_at_the_same_time() -> None:

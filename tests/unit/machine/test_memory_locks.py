@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import given
@@ -95,22 +95,31 @@ class Book:
     def __init__(self, *, max_bytes: int = 1 << 30, max_count: int = 99) -> None:
         self.now: dict[int, tuple[int, int]] = {}
         self.next = 0
-        self.refuses = False
+        self.calls = 0
+        self.refuses = 0  # memory of more bytes than that; 0: none
         self.deaths = 0
         self.kept = Registrations(
             self.register,
-            self.now.pop,
+            self.deregister,
             max_bytes=max_bytes,
             max_count=max_count,
             on_death=self.died,
         )
 
-    def register(self, address: int, nbytes: int, owner: object) -> int:
-        if self.refuses:
+    def register(self, memory: Sequence[tuple[int, int, object]]) -> list[int]:
+        self.calls += 1
+        if self.refuses and any(nbytes > self.refuses for _, nbytes, _ in memory):
             raise TransportError("no more can be locked")
-        self.next += 1
-        self.now[self.next] = address, nbytes
-        return self.next
+        numbers = [self.next + at for at in range(1, len(memory) + 1)]
+        self.next += len(memory)
+        places = [(address, nbytes) for address, nbytes, _ in memory]
+        self.now.update(zip(numbers, places, strict=True))
+        return numbers
+
+    def deregister(self, numbers: Sequence[int]) -> None:
+        self.calls += 1
+        for number in numbers:
+            del self.now[number]
 
     def died(self) -> None:
         self.deaths += 1
@@ -137,10 +146,51 @@ def test_small_memory_and_what_cannot_be_registered_is_missing(address: int) -> 
     book, owner = Book(), Owner()
     ranges = [(address, address + SMALLEST - 1)]
     assert book.kept.hold(ranges, [(address, SMALLEST - 1, owner)]).missing == [0]
-    book.refuses = True
+    book.refuses = 1
     assert book.kept.hold(ranges, [(address, SMALLEST, owner)]).missing == [0]
     assert not is_locked(address)
     assert len(book.kept) == book.kept.nbytes == 0
+
+
+def test_what_a_transfer_uses_is_registered_in_one_call(address: int) -> None:
+    """And deregistered in one, when its owners die together."""
+    book, owners = Book(), [Owner() for _ in range(8)]
+    places = [address + at * SMALLEST for at in range(8)]
+    memory = [(at, SMALLEST, owner) for at, owner in zip(places, owners, strict=True)]
+    ranges = [(at, at + SMALLEST) for at in places]
+    held = book.kept.hold(ranges, memory)
+    assert list(held.registrations) == places
+    book.kept.release(held)
+    book.kept.release(book.kept.hold(ranges, memory))
+    assert (book.calls, len(book.now)) == (1, 8)
+    owners.clear()
+    memory.clear()
+    book.kept.sweep()
+    assert (book.calls, len(book.now)) == (2, 0)
+
+
+def test_what_is_refused_keeps_nothing_else_from_being_registered(address: int) -> None:
+    book, owners = Book(), [Owner() for _ in range(3)]
+    sizes = (SMALLEST, 3 * SMALLEST, SMALLEST)
+    places = [address, address + SMALLEST, address + 4 * SMALLEST]
+    memory = list(zip(places, sizes, owners, strict=True))
+    book.refuses = 2 * SMALLEST
+    held = book.kept.hold([(at, at + size) for at, size, _ in memory], memory)
+    assert held.missing == [1]
+    assert list(held.registrations) == [places[0], places[2]]
+    assert [is_locked(at) for at in places] == [True, False, True]
+    book.kept.release(held)
+
+
+def test_no_more_is_kept_than_may_be_and_nothing_in_use_goes(address: int) -> None:
+    book, owners = Book(max_count=3), [Owner() for _ in range(6)]
+    memory = [(address + at * SMALLEST, SMALLEST, one) for at, one in enumerate(owners)]
+    ranges = [(at, at + size) for at, size, _ in memory]
+    book.kept.release(book.kept.hold(ranges[:2], memory[:2]))
+    held = book.kept.hold(ranges[1:], memory[1:])  # the first one goes, the second is used
+    assert held.missing == [3, 4]
+    assert sorted(book.now.values()) == [(at, size) for at, size, _ in memory[1:4]]
+    book.kept.release(held)
 
 
 def test_what_is_in_use_is_deregistered_at_its_end(address: int) -> None:

@@ -98,6 +98,17 @@ def test_trim_gives_pages_back_from_there_on(memory):
     assert memory.trim(4 * MIB) == 0
 
 
+def test_pages_that_a_registration_made_are_given_back_when_it_is_gone(memory):
+    """Nobody has written to them, so nobody has told of them."""
+    warm_up(memory, 4 * MIB)
+    os.posix_fallocate(memory.fd, 0, 32 * MIB)
+    memory.registered = lambda: 32 * MIB
+    assert memory.trim(MIB) == 0
+    memory.registered = lambda: 0
+    assert memory.trim(MIB) == 31 * MIB
+    assert (memory.warm, backed(memory.fd)) == (MIB, MIB)
+
+
 def test_what_is_registered_is_not_given_back(memory):
     """The pages are pinned: others in their place would be stale for whoever reads by them."""
     warm_up(memory, 16 * MIB)

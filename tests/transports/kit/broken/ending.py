@@ -160,6 +160,26 @@ class Limited(SimpleLink):
         await super().move(copies, write=write)
 
 
+class OnceShown(SimpleLink):
+    """Is shown the segments of a volume once, and does not notice that the half has died."""
+
+    shown: ClassVar[dict[bytes, bytes]] = {}
+
+    @classmethod
+    async def connect(cls, offer: bytes, context: LinkContext) -> Link:
+        async def handshake(request: bytes) -> bytes:
+            if request not in cls.shown and context.handshake is not None:
+                cls.shown[request] = await context.handshake(request)
+            return cls.shown[request]
+
+        try:
+            return await super().connect(
+                offer, msgspec.structs.replace(context, handshake=handshake)
+            )
+        except TransportError as error:
+            raise OSError("that half is dead") from error
+
+
 class Threads(SimpleLink):
     """Keeps a thread for each link."""
 
@@ -225,6 +245,7 @@ class Together(SimpleLink):
 
 def clean() -> None:
     """Undo what the last ones have left."""
+    OnceShown.shown.clear()
     while _remembered:
         _remembered.pop().close()
     while _litter:
@@ -239,6 +260,8 @@ def clean() -> None:
 
 plugin_Remembered = Plugin(Remembered, loop_bound=True)
 plugin_Limited = Plugin(Limited, max_bytes=1000)
+plugin_limited = Plugin(Limited, name="limited", max_bytes=1000)
+plugin_Apart = Plugin(OnceShown, isolated=True, offer=lambda: OFFER)
 
 
 def __getattr__(name: str) -> Plugin:

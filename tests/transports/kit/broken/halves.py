@@ -23,7 +23,7 @@ from torchstore_core.contracts.transport import (
 from torchstore_core.errors import TransportError, TransportUnavailableError
 
 _LETTER = 1 << 20
-_ASK = b"ask"
+_ASK, _LEAVE = b"ask", b"leave"
 
 
 class PostingLink(SimpleLink):
@@ -37,12 +37,13 @@ class PostingLink(SimpleLink):
         if self.closed:
             raise TransportError("this link was closed")
         try:
-            letter: list[tuple[int, bytes]] = []
+            letter: list[tuple[int, int, bytes]] = []
             filled = 0
             for copy in copies:
                 for at in range(0, copy.nbytes, _LETTER):
                     size = min(_LETTER, copy.nbytes - at)
-                    letter.append((copy.offset + at, ctypes.string_at(copy.address + at, size)))
+                    data = ctypes.string_at(copy.address + at, size)
+                    letter.append((copy.segment, copy.offset + at, data))
                     filled += size
                     if filled >= _LETTER:
                         await self.post(letter)
@@ -52,7 +53,7 @@ class PostingLink(SimpleLink):
             self.unsettled = True
             raise
 
-    async def post(self, letter: list[tuple[int, bytes]]) -> None:
+    async def post(self, letter: list[tuple[int, int, bytes]]) -> None:
         if self.context.handshake is not None and letter:
             await self.context.handshake(b"write" + msgspec.msgpack.encode(letter))
 
@@ -77,11 +78,11 @@ class Posting(Simple):
     async def later(self, letter: bytes) -> None:
         await asyncio.sleep(self.delay)
         try:
-            pieces = msgspec.msgpack.decode(letter, type=list[tuple[int, bytes]])
+            pieces = msgspec.msgpack.decode(letter, type=list[tuple[int, int, bytes]])
         except msgspec.DecodeError as error:
             raise TransportError("that is no letter") from error
-        for offset, data in pieces:
-            os.pwrite(self.segments[0].fd, data, offset)
+        for segment, offset, data in pieces:
+            os.pwrite(self.segments[segment].fd, data, offset)
 
     async def disconnect(self, peer: bytes) -> None:
         await super().disconnect(peer)
@@ -184,6 +185,33 @@ class AskingLink(SimpleLink):
         await super().move(copies, write=write)
 
 
+class Counting(Simple):
+    """Keeps a descriptor for each client that does not say that it leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[bytes, int] = {}
+
+    async def handshake(self, peer: bytes, request: bytes) -> bytes:
+        if request == _LEAVE:
+            os.close(self.kept.pop(peer))
+            return b""
+        if peer not in self.kept:
+            self.kept[peer] = os.open(os.devnull, os.O_RDONLY)
+        return await super().handshake(peer, request)
+
+
+class LeavingLink(SimpleLink):
+    """Says that it leaves when it is closed."""
+
+    telling: ClassVar[set[asyncio.Future[bytes]]] = set()
+
+    def close(self) -> None:
+        if not self.closed and self.context.handshake is not None:
+            self.telling.add(asyncio.ensure_future(self.context.handshake(_LEAVE)))
+        super().close()
+
+
 class Complaining(Simple):
     """Keeps a descriptor for each complaint."""
 
@@ -227,6 +255,18 @@ class Single(Simple):
         if self.peers - {peer}:
             raise TransportError("somebody else is served")
         return await super().handshake(peer, request)
+
+
+class Common(Simple):
+    """Its segments are those of its class."""
+
+    common: ClassVar[dict[int, Segment]] = {}
+
+    async def start(self, context: ServerContext, segments: Sequence[Segment]) -> bytes:
+        offer = await super().start(context, segments)
+        self.common.update(self.segments)
+        self.segments = self.common
+        return offer
 
 
 class Endless(Simple):
@@ -315,6 +355,7 @@ plugin_Later = Plugin(PostingLink, Later)
 plugin_Settled = Plugin(SettledLink, Late)
 plugin_Undying = Plugin(UndyingLink, Undying)
 plugin_Forgetful = Plugin(AskingLink, Forgetful)
+plugin_Counting = Plugin(LeavingLink, Counting)
 plugin_Complaining = Plugin(ComplainingLink, Complaining)
 plugin_Everywhere = Plugin(SimpleLink, Everywhere, everywhere, listens=True)
 plugin_Local = Plugin(LocalLink, Local, everywhere)

@@ -9,12 +9,12 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from tests.transports.kit.broken.simple import OPEN, Plugin, SimpleLink, named
 
-from torchstore_core.contracts.transport import Copy, Mapping, Memory, Window
+from torchstore_core.contracts.transport import Copy, Link, LinkContext, Mapping, Memory, Window
 from torchstore_core.errors import TransportError
 from torchstore_core.machine.tasks import wait_ended
 from torchstore_core.machine.virtual_memory import map_private, map_shared
@@ -68,11 +68,53 @@ class Strideless(SimpleLink):
         )
 
 
+class Absolute(SimpleLink):
+    """Forgets the sign of a size."""
+
+    async def move(self, copies: Sequence[Copy], *, write: bool) -> None:
+        positive = [msgspec.structs.replace(copy, nbytes=abs(copy.nbytes)) for copy in copies]
+        await super().move(positive, write=write)
+
+
+class Deviceless(SimpleLink):
+    """Says that it reaches memory of a device, and leaves it out."""
+
+    devices: ClassVar[frozenset[str]] = frozenset({"cpu"})
+
+    async def move(self, copies: Sequence[Copy], *, write: bool) -> None:
+        await super().move([copy for copy in copies if not copy.device], write=write)
+
+
 class Capped(SimpleLink):
-    """Loses what is behind the first 16 MB of a copy."""
+    """Loses what is behind the first 128 MiB of a copy."""
+
+    most = 128 << 20
 
     def pieces(self, copy: Copy) -> Iterator[tuple[int, int, int]]:
-        yield from super().pieces(msgspec.structs.replace(copy, nbytes=min(copy.nbytes, 16 << 20)))
+        yield from super().pieces(msgspec.structs.replace(copy, nbytes=min(copy.nbytes, self.most)))
+
+
+class Cut(Capped):
+    """Loses what is behind the first MiB."""
+
+    most = 1 << 20
+
+
+class First(SimpleLink):
+    """Takes every segment for the first."""
+
+    def work(self, copies: Sequence[Copy], stop: threading.Event, write: bool) -> None:
+        super().work([msgspec.structs.replace(one, segment=0) for one in copies], stop, write)
+
+
+class Grown(SimpleLink):
+    """Does not reach what it needs of a segment later, when that has grown."""
+
+    known = 0
+
+    def pieces(self, copy: Copy) -> Iterator[tuple[int, int, int]]:
+        self.known = self.known or copy.offset + (200 << 20)
+        yield from [one for one in super().pieces(copy) if one[1] < self.known]
 
 
 class Clearing(SimpleLink):
@@ -212,6 +254,56 @@ class Plain(Polite):
             await super().ask()
         except TransportError as error:
             raise ConnectionResetError(str(error)) from error
+
+
+class Lingering(Polite):
+    """Raises at once for a batch that fails, and moves what is good of it a little later."""
+
+    async def move(self, copies: Sequence[Copy], *, write: bool) -> None:
+        try:
+            await super().move(copies, write=write)
+        except TransportError:
+            good = [copy for copy in copies if self.is_good(copy)]
+            later = MovesOn(
+                {n: (os.dup(fd), size) for n, (fd, size) in self.segments.items()}, self
+            )
+            threading.Timer(0.2, later.work, (good, threading.Event(), write)).start()
+            raise
+
+    def is_good(self, copy: Copy) -> bool:
+        try:
+            self.check(copy)
+        except TransportError:
+            return False
+        return True
+
+
+class Opening(SimpleLink):
+    """Opens what it was shown for each transfer, whether its client was disconnected or not."""
+
+    @classmethod
+    async def connect(cls, offer: bytes, context: LinkContext) -> Link:
+        made = await super().connect(offer, context)
+        assert isinstance(made, Opening)
+        assert context.handshake is not None
+        made.shown = msgspec.msgpack.decode(await context.handshake(OPEN))
+        made.leave()
+        return made
+
+    def leave(self) -> None:
+        while self.segments:
+            os.close(self.segments.popitem()[1][0])
+
+    async def move(self, copies: Sequence[Copy], *, write: bool) -> None:
+        self.segments = {ident: (os.open(path, os.O_RDWR), n) for ident, path, n in self.shown}
+        try:
+            await super().move(copies, write=write)
+        finally:
+            self.leave()
+
+
+plugin_strideless = Plugin(Strideless, name="strideless")
+plugin_cut = Plugin(Cut, name="cut")
 
 
 def __getattr__(name: str) -> Plugin:

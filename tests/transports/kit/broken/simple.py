@@ -154,6 +154,7 @@ class Plugin:
 
     Args:
         client, server: classes of the halves.
+        name: that of its entry point.
         fields: further ones of the spec.
     """
 
@@ -162,15 +163,16 @@ class Plugin:
         client: type[Link] = SimpleLink,
         server: type[TransportServer] = Simple,
         bid: Callable[[LinkContext], Bid | Refusal] = bid,
+        name: str = "broken",
         **fields: Any,
     ) -> None:
-        self.fields = {"bid": bid, **fields}
+        self.name, self.fields = name, {"bid": bid, **fields}
         self.client, self.server = (f"{cls.__module__}:{cls.__name__}" for cls in (client, server))
 
     @hookimpl
     def torchstore_transport(self) -> TransportSpec:
         """See ``torchstore_core.contracts.hooks``."""
-        return TransportSpec("broken", client=self.client, server=self.server, **self.fields)
+        return TransportSpec(self.name, client=self.client, server=self.server, **self.fields)
 
 
 def named(name: str, classes: dict[str, Any]) -> Plugin:

@@ -1,14 +1,14 @@
-"""Client halves that say something wrong about their progress."""
+"""Client halves with optional abilities, and some that say something wrong about their progress."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from tests.transports.kit.broken.simple import Plugin, SimpleLink, named
 
-from torchstore_core.contracts.transport import Copy
+from torchstore_core.contracts.transport import Copy, Memory
 
 
 class Telling(SimpleLink):
@@ -24,6 +24,18 @@ class Telling(SimpleLink):
 
     def progress(self) -> Any:
         return self.ended
+
+
+class Able(Telling):
+    """Correct: also reaches the memory of devices, and is told whose memory it is."""
+
+    devices: ClassVar[frozenset[str]] = frozenset({"cpu"})
+
+    async def write_from(self, copies: Sequence[Copy], memory: Sequence[Memory]) -> None:
+        await self.write(copies)
+
+    async def read_into(self, copies: Sequence[Copy], memory: Sequence[Memory]) -> None:
+        await self.read(copies)
 
 
 class Raising(Telling):

@@ -39,6 +39,7 @@ best transport moves the rest of the batch, and the link is created again after 
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
@@ -125,7 +126,7 @@ class TransportSpec(msgspec.Struct, frozen=True):
             library needs torch, starts many threads, or may crash. The first handshake starts the
             process, and the result of its ``start`` is not used. If the process dies, the
             transport's links fail, and the next handshake starts it again; nothing else is
-            affected.
+            affected. A process whose event loop hangs for 20 s is killed.
         offer: a cheap function that returns the offer of an isolated half, without its process;
             None: the offer is empty. Whatever depends on the process belongs in the handshake.
         loop_bound: the link belongs to the event loop that connected it (sockets on asyncio).
@@ -134,6 +135,10 @@ class TransportSpec(msgspec.Struct, frozen=True):
         listens: the server half listens at addresses of its host, those of ``TORCHSTORE_BIND`` if
             that is set: a volume that serves it does not start if the variable names what is no
             address of a host.
+        tells_route: its links say over what they move bytes (:attr:`Link.route`), which its library
+            chooses: `torchstore doctor` connects one on its host to ask, and `--peer` one to there.
+        libraries: distributions, beside the plug-in's own, that are used at both ends of a link:
+            `torchstore doctor --peer` compares their versions.
     """
 
     name: str
@@ -147,18 +152,28 @@ class TransportSpec(msgspec.Struct, frozen=True):
     offer: Callable[[], bytes] | None = None
     loop_bound: bool = False
     listens: bool = False
+    tells_route: bool = False
+    libraries: tuple[str, ...] = ()
 
 
 class Segment(NamedTuple):
     """A volume's memory as the server half sees it: an id, a file descriptor, a size in bytes.
 
     The descriptor stays open until ``close()``. The store has not mapped the memory for the
-    server half.
+    server half. It is sparse: pages are made as values need them, and returned when the last values
+    are gone; see :meth:`backed_end`.
     """
 
     id: int
     fd: int
     nbytes: int
+
+    def backed_end(self) -> int:
+        """Return how far the memory has pages, in bytes from its start to its first hole.
+
+        To register more of it with what pins pages makes pages that the store may never need.
+        """
+        return os.lseek(self.fd, 0, os.SEEK_HOLE)
 
 
 class ServerContext(NamedTuple):
@@ -188,7 +203,8 @@ class TransportServer(ABC):
         """
 
     async def handshake(self, peer: bytes, request: bytes) -> bytes:
-        """Answer a request of a client half.
+        """Answer a request of a client half, within 60 s: then the client gives up, and an isolated
+        half is asked to disconnect it.
 
         Args:
             peer: the client that asks: one session of one process, as identified by the store, not
@@ -211,7 +227,8 @@ class TransportServer(ABC):
         device or a library that keeps its pages; 0 if none is. No page before it is returned to the
         system.
 
-        A half registers what its clients need, and deregisters it when the last one disconnects.
+        A half registers what its clients need, or what is backed, and deregisters it when the last
+        client disconnects.
         """
         return 0
 
@@ -251,7 +268,8 @@ class Link(ABC):
 
     Attributes:
         rows: whether it takes copies of several rows.
-        devices: types of devices, such as ``"cuda"``, whose memory it reads and writes itself.
+        devices: types of devices, such as ``"cuda"``, whose memory it reads and writes itself. The
+            work that the caller had queued there has ended by then.
         unsettled: set if a write has raised, for whatever reason, and the peer may still be
             writing; see :meth:`TransportServer.disconnect`.
     """
@@ -259,6 +277,13 @@ class Link(ABC):
     rows: ClassVar[bool] = False
     devices: ClassVar[frozenset[str]] = frozenset()
     unsettled: bool = False
+
+    @property
+    def route(self) -> str:
+        """Over what it moves bytes, as its library has told since it connected, as text for people;
+        empty if there is nothing to add to the bid.
+        """
+        return ""
 
     @classmethod
     @abstractmethod
@@ -268,7 +293,8 @@ class Link(ABC):
         Raises:
             TransportNotReadyError: the link cannot be created at the moment (no file descriptors
                 are left, the server is slow). The store uses the next bid, and tries again later.
-            TransportUnavailableError: the offer cannot be used from here, now or later.
+            TransportUnavailableError: the offer cannot be used from here, now or later. (If this
+                transport has been connected to the volume before, it is tried again all the same.)
         """
 
     @abstractmethod

@@ -88,5 +88,5 @@ def release(held: MemoryLock) -> None:
 def _forget(held: MemoryLock) -> None:
     held.valid = False
     del _locks[held.first]
-    _firsts.remove(held.first)
+    del _firsts[bisect_left(_firsts, held.first)]
     unlock(held.first, held.nbytes)

@@ -20,7 +20,7 @@ import time
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from torchstore_core.errors import TorchStoreError
@@ -29,6 +29,8 @@ from torchstore_core.machine.memory_locks import MemoryLock, acquire, release
 __all__ = ["SMALLEST", "Held", "Registrations"]
 
 R = TypeVar("R")
+#: Memory and its owner: address, bytes, owner.
+Known = tuple[int, int, object]
 
 #: Smaller memory is not kept: it shares its pages with that of others.
 SMALLEST = 64 << 10
@@ -77,23 +79,25 @@ class Registrations(Generic[R]):
     """Registrations that are kept, least recently used first to go. For one thread.
 
     Args:
-        register: registers ``(address, nbytes, owner)``. What it raises of this package's errors
-            means that the memory is not kept.
-        deregister: undoes that. Called in the thread that uses this, never by a dying owner.
+        register: registers memory, given as ``(address, nbytes, owner)``, in one call, and returns
+            a registration for each. What it raises of this package's errors means that none of it
+            is registered; then each is tried alone, and not kept if it is refused.
+        deregister: undoes registrations. Called in the thread that uses this, never by a dying
+            owner.
         max_bytes, max_count: bounds of what is kept. What a transfer uses is never removed from
             under it; it is not kept if there is no room beside that.
         on_death: called when an owner has died, in any thread and at any moment: it must neither
             lock nor wait, and have :meth:`sweep` called soon.
 
-    >>> made = Registrations(lambda address, nbytes, owner: nbytes, print, max_bytes=0, max_count=1)
+    >>> made = Registrations(lambda memory: memory, print, max_bytes=0, max_count=1)
     >>> made.hold([(4096, 8192)], []).missing
     [0]
     """
 
     def __init__(
         self,
-        register: Callable[[int, int, object], R],
-        deregister: Callable[[R], None],
+        register: Callable[[Sequence[Known]], Sequence[R]],
+        deregister: Callable[[Sequence[R]], None],
         *,
         max_bytes: int,
         max_count: int,
@@ -115,9 +119,7 @@ class Registrations(Generic[R]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def hold(
-        self, ranges: Iterable[tuple[int, int]], memory: Sequence[tuple[int, int, object]]
-    ) -> Held[R]:
+    def hold(self, ranges: Iterable[tuple[int, int]], memory: Sequence[Known]) -> Held[R]:
         """Have memory registered for a transfer.
 
         Args:
@@ -140,9 +142,7 @@ class Registrations(Generic[R]):
             places.append(place)
         held: Held[R] = Held({}, [], [])
         try:
-            for address, amount in used.items():
-                if amount:
-                    self._take(held, *known[address], worth=amount * _SHARE >= known[address][1])
+            self._take(held, [(known[at], amount) for at, amount in used.items() if amount])
         except BaseException:
             self.release(held)
             raise
@@ -152,59 +152,105 @@ class Registrations(Generic[R]):
 
     def release(self, held: Held[R]) -> None:
         """A transfer has ended: nothing touches its memory any more."""
-        while held.entries:
-            entry = held.entries.pop()
+        for entry in held.entries:
             entry.users -= 1
-            if entry.gone and not entry.users:
-                self._end(entry)
+        self._end([entry for entry in held.entries if entry.gone and not entry.users])
+        held.entries.clear()
 
     def sweep(self) -> None:
         """Deregister memory whose owner has died, or, every now and then, that is not the same."""
+        gone: dict[int, _Entry[R]] = {}
         while self._dead:
             entry = self._entries.get(self._dead.popleft())
             if entry is not None and entry.owner() is None:
-                self._drop(entry)
+                gone[entry.address] = entry
         now = time.monotonic()
         if now - self._examined > _EXAMINED_S:
             self._examined = now
-            for entry in list(self._entries.values()):
-                if not entry.lock.holds(thoroughly=False):
-                    self._drop(entry)
+            held = self._entries.items()
+            gone |= {at: one for at, one in held if not one.lock.holds(thoroughly=False)}
+        self._drop(gone.values())
 
     def close(self) -> None:
         """Deregister everything that no transfer uses, and the rest when its transfers end."""
-        for entry in list(self._entries.values()):
-            self._drop(entry)
+        self._drop(list(self._entries.values()))
 
     # ---- inside -----------------------------------------------------------------------------
 
-    def _take(
-        self, held: Held[R], address: int, nbytes: int, owner: object, *, worth: bool
-    ) -> None:
-        entry = self._entries.get(address)
-        if entry is not None:
-            same = entry.owner() is owner and entry.nbytes == nbytes
-            if same and entry.lock.holds():
-                self._entries[address] = self._entries.pop(address)  # the most recently used one
-            else:
-                self._drop(entry)
-                entry = None
-        if entry is None and worth:
-            entry = self._make(address, nbytes, owner)
-        if entry is not None:
-            entry.users += 1
-            held.entries.append(entry)
-            held.registrations[address] = entry.registration
+    def _take(self, held: Held[R], wanted: Sequence[tuple[Known, int]]) -> None:
+        """Have memory registered of which a transfer uses so many bytes."""
+        stale: list[_Entry[R]] = []
+        fresh: list[Known] = []
+        for known, amount in wanted:
+            address, nbytes, owner = known
+            entry = self._entries.get(address)
+            if entry is not None:
+                same = entry.owner() is owner and entry.nbytes == nbytes
+                if same and entry.lock.holds():
+                    self._entries[address] = self._entries.pop(address)  # the most recently used
+                    self._use(held, entry)
+                    continue
+                stale.append(entry)
+            if amount * _SHARE >= nbytes:
+                fresh.append(known)
+        self._drop(stale)
+        for entry in self._make(fresh):
+            self._use(held, entry)
 
-    def _make(self, address: int, nbytes: int, owner: object) -> _Entry[R] | None:
-        # It is locked first: whatever becomes of it from now on shows.
-        if not self._has_room(nbytes) or (lock := acquire(address, nbytes)) is None:
-            return None
+    @staticmethod
+    def _use(held: Held[R], entry: _Entry[R]) -> None:
+        entry.users += 1
+        held.entries.append(entry)
+        held.registrations[entry.address] = entry.registration
+
+    def _make(self, memory: Sequence[Known]) -> list[_Entry[R]]:
+        locked = self._lock(memory)
+        made = self._registered([known for known, _ in locked])
+        entries: list[_Entry[R]] = []
+        for (known, lock), registration in zip(locked, made, strict=True):
+            if registration is None:
+                release(lock)
+            else:
+                entries.append(self._enter(known, lock, registration[0]))
+        self.made += len(entries)
+        return entries
+
+    def _lock(self, memory: Sequence[Known]) -> list[tuple[Known, MemoryLock]]:
+        """Lock memory for which there is room, or room can be made. It is locked first: whatever
+        becomes of it from now on shows.
+        """
+        locked: list[tuple[Known, MemoryLock]] = []
+        spare = iter([entry for entry in self._entries.values() if not entry.users])
+        nbytes = self.nbytes
+        for known in memory:
+            if known[1] > self._max_bytes:
+                continue
+            while nbytes + known[1] > self._max_bytes or len(self) + len(locked) >= self._max_count:
+                if (entry := next(spare, None)) is None:
+                    break
+                nbytes -= entry.nbytes
+                self._drop([entry])
+            else:
+                if (lock := acquire(known[0], known[1])) is not None:
+                    locked.append((known, lock))
+                    nbytes += known[1]
+        return locked
+
+    def _registered(self, memory: Sequence[Known]) -> list[tuple[R] | None]:
+        """Register memory. What a limit refuses is None; it may still be possible to register what
+        the transfer needs of it.
+        """
+        if not memory:
+            return []
         try:
-            registration = self._register(address, nbytes, owner)
-        except TorchStoreError:  # a limit; what the transfer needs of it may still be possible
-            release(lock)
-            return None
+            return [(one,) for one in self._register(memory)]
+        except TorchStoreError:
+            if len(memory) == 1:
+                return [None]
+        return [one for known in memory for one in self._registered([known])]
+
+    def _enter(self, known: Known, lock: MemoryLock, registration: R) -> _Entry[R]:
+        address, nbytes, owner = known
         dead, on_death = self._dead, self._on_death
 
         def died(_: weakref.ref[object]) -> None:
@@ -215,28 +261,19 @@ class Registrations(Generic[R]):
         entry = _Entry(address, nbytes, weakref.ref(owner, died), lock, registration)
         self._entries[address] = entry
         self.nbytes += nbytes
-        self.made += 1
         return entry
 
-    def _has_room(self, nbytes: int) -> bool:
-        """Make room, if that is possible."""
-        if nbytes > self._max_bytes or not self._max_count:
-            return False
-        for entry in list(self._entries.values()):
-            if self.nbytes + nbytes <= self._max_bytes and len(self) < self._max_count:
-                break
-            if not entry.users:
-                self._drop(entry)
-        return self.nbytes + nbytes <= self._max_bytes and len(self) < self._max_count
+    def _drop(self, entries: Collection[_Entry[R]]) -> None:
+        for entry in entries:
+            del self._entries[entry.address]
+            self.nbytes -= entry.nbytes
+            entry.gone = True
+        self._end([entry for entry in entries if not entry.users])
 
-    def _drop(self, entry: _Entry[R]) -> None:
-        del self._entries[entry.address]
-        self.nbytes -= entry.nbytes
-        entry.gone = True
-        if not entry.users:
-            self._end(entry)
-
-    def _end(self, entry: _Entry[R]) -> None:
+    def _end(self, entries: Sequence[_Entry[R]]) -> None:
+        if not entries:
+            return
         # In this order: while it is locked, the pages stay where they are.
-        self._deregister(entry.registration)
-        release(entry.lock)
+        self._deregister([entry.registration for entry in entries])
+        for entry in entries:
+            release(entry.lock)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeVar
 
-__all__ = ["is_cancelled", "wait_ended"]
+__all__ = ["is_cancelled", "together", "wait_ended"]
+
+T = TypeVar("T")
 
 
 def is_cancelled() -> bool:
@@ -47,3 +50,26 @@ async def wait_ended(work: asyncio.Future[Any], timeout: float | None = None) ->
         except asyncio.CancelledError:
             cancelled = True
     return cancelled
+
+
+async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines concurrently. If one fails, or the caller is cancelled, all have stopped when
+    this raises. (The TaskGroup of Python 3.11 loses the caller's cancellation if a task fails while
+    the others are stopping.)
+    """
+    tasks = [asyncio.ensure_future(one) for one in work]
+    cancelled = False
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            cancelled |= await wait_ended(task)
+        errors = [task.exception() for task in tasks if not task.cancelled()]
+    if cancelled:
+        raise asyncio.CancelledError
+    for error in errors:
+        if error is not None:
+            raise error
+    return [task.result() for task in tasks]

@@ -12,6 +12,7 @@ from torchstore_core.clients.calls.arguments import check_key, check_version
 from torchstore_core.clients.calls.base import QUICK, ClientBase
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.calls.incarnations import check_after, check_incarnation, refs_of
+from torchstore_core.clients.session.volume_links import VolumeLinks
 from torchstore_core.errors import StoreTimeoutError, UnsupportedValueError
 from torchstore_core.reports.stat import Found
 from torchstore_core.reports.status import StatusReport
@@ -225,7 +226,7 @@ class KeyOperations(ClientBase):
         with self._watch("explain", timeout) as clock:
             session = await self._joined.session(clock.left())
             clock.on_session()
-            return [_explain(volume.info.id, volume.ranking, nbytes) for volume in session.volumes]
+            return [_explain(volume, nbytes) for volume in session.volumes]
 
 
 def check_min_version(version: object) -> None:
@@ -251,10 +252,11 @@ def _key_list(keys: Iterable[str]) -> list[str]:
     return list(keys)
 
 
-def _explain(volume: str, ranking: Any, nbytes: int) -> dict[str, Any]:
+def _explain(volume: VolumeLinks, nbytes: int) -> dict[str, Any]:
+    ranking = volume.ranking
     order = ranking.order(nbytes)
     return {
-        "volume": volume,
+        "volume": volume.info.id,
         "nbytes": nbytes,
         "chosen": order[0].spec.name if order else None,
         "inline_up_to": ranking.inline_max(),
@@ -267,6 +269,7 @@ def _explain(volume: str, ranking: Any, nbytes: int) -> dict[str, Any]:
                 "cost_s": c.cost_s(nbytes),
                 "preferred": c.preferred,
                 "reason": c.bid.reason,
+                "route": volume.route(c.spec.name),
             }
             for c in order
         ],

@@ -28,10 +28,8 @@ from torchstore_core.wire.framing import FrameReader, encode
 if TYPE_CHECKING:
     from torchstore_core.clients.session.channel import Channel
 
-__all__ = ["HANDSHAKE_S", "Ranks", "ask_volume", "client_facts", "handshake", "socket_path"]
+__all__ = ["Ranks", "ask_volume", "client_facts", "handshake", "socket_path"]
 
-#: Seconds in which a volume answers a handshake: a server half may start a process first.
-HANDSHAKE_S = 60.0
 _RECEIVE = 1 << 18
 # Between attempts when the server has closed the connection without an answer.
 _PAUSES_S = (0.01, 0.05, 0.1, 0.2)
@@ -150,13 +148,13 @@ async def ask_volume(channel: Channel, volume: int, transport: str, data: bytes)
 
     Raises:
         TransportError: what the half has raised.
-        TransportNotReadyError: no answer within :data:`HANDSHAKE_S`.
+        TransportNotReadyError: no answer within ``HANDSHAKE_S``.
         StoreClosedError: the server is gone.
     """
     request = m.Handshake(channel.next_id(), volume, transport, data)
     try:
-        return (await channel.call(request, m.Handshaken, HANDSHAKE_S)).data
+        return (await channel.call(request, m.Handshaken, m.HANDSHAKE_S)).data
     except StoreTimeoutError as error:
         raise TransportNotReadyError(
-            f"the volume did not answer a handshake within {HANDSHAKE_S:g} s"
+            f"the volume did not answer a handshake within {m.HANDSHAKE_S:g} s"
         ) from error

@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection
 
 from torchstore_core.clients.session.channel import Channel
 from torchstore_core.clients.session.handshake import (
-    HANDSHAKE_S,
     Ranks,
     ask_volume,
     client_facts,
@@ -310,8 +309,8 @@ class Session:
             StoreClosedError: the server is gone.
             StoreTimeoutError: the volume does not answer.
         """
-        channel = await self.channel(HANDSHAKE_S)
-        await channel.call(m.Settle(channel.next_id(), volume, transport), m.Done, HANDSHAKE_S)
+        channel = await self.channel(m.HANDSHAKE_S)
+        await channel.call(m.Settle(channel.next_id(), volume, transport), m.Done, m.HANDSHAKE_S)
 
     async def keep_memory(self) -> None:
         """Must be awaited before memory of volumes is page-locked: see ``messages.Keep``.
@@ -325,11 +324,11 @@ class Session:
         self._keeps_memory = True
         self._reclaimer.send(m.Keep())
         # Until the server has read it, it may return memory to the system.
-        if not await self.wait_released(await self.channel(HANDSHAKE_S), HANDSHAKE_S):
+        if not await self.wait_released(await self.channel(m.HANDSHAKE_S), m.HANDSHAKE_S):
             raise StoreTimeoutError(
-                f"no answer from {self.address} within {HANDSHAKE_S:g} s, so its memory cannot be "
-                "page-locked for a device: it is stopped, or busy",
-                details={"operation": "keep", "timeout": HANDSHAKE_S, "address": self.address},
+                f"no answer from {self.address} within {m.HANDSHAKE_S:g} s, so its memory cannot "
+                "be page-locked for a device: it is stopped, or busy",
+                details={"operation": "keep", "timeout": m.HANDSHAKE_S, "address": self.address},
             )
         self._memory_is_kept = True
 
@@ -556,7 +555,7 @@ async def _handshake(
     here = session()
     if here is None:
         raise StoreClosedError("this client was closed")
-    return await ask_volume(await here.channel(HANDSHAKE_S), volume, transport, data)
+    return await ask_volume(await here.channel(m.HANDSHAKE_S), volume, transport, data)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -45,8 +45,13 @@ _LONGEST_BACKOFF_S = 30.0
 _RETRY_TIMEOUT_S = 15.0
 # A connect that had less time than this may time out without a fault of the transport.
 _TOO_SHORT_S = 0.5
+# Of the process and the host, and of networks.
 _TEMPORARY_ERRNOS = frozenset(
-    (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN, errno.ETIMEDOUT)
+    (
+        *(errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN, errno.ETIMEDOUT),
+        *(errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL),
+        *(errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE),
+    )
 )
 
 
@@ -117,6 +122,8 @@ class VolumeLinks:
         )
         self._eras = deque([_Era()])
         self._backoffs: dict[str, _Backoff] = {}  # by name of the transport
+        # Transports that have been connected: what keeps them from it later is temporary.
+        self._usable: set[str] = set()
         # Transports that are connected again, but have not moved anything since.
         self._doubtful: dict[str, _Backoff] = {}
         self._retries: weakref.WeakSet[asyncio.Task[None]] = weakref.WeakSet()
@@ -146,7 +153,8 @@ class VolumeLinks:
 
     def failed(self, candidate: Candidate, error: TransportError) -> None:
         """Handle a failed transfer or connect: the transport is not used for a while, and then its
-        link is made anew. One that says that it cannot work from here is dropped for good.
+        link is made anew. One that says that it cannot work from here, and never did, is dropped
+        for good.
 
         Raises:
             TransportError: ``error``, if the volume is lost.
@@ -156,9 +164,10 @@ class VolumeLinks:
         for links in self._all_links():
             if (link := links.get(candidate.spec.name)) is not None:
                 self.close_when_unused(link)
-        if isinstance(error, TransportUnavailableError) and not isinstance(
+        for_good = isinstance(error, TransportUnavailableError) and not isinstance(
             error, TransportNotReadyError
-        ):
+        )
+        if for_good and candidate.spec.name not in self._usable:
             self._drop(candidate, error)
         else:  # nobody has to know of a server that is just being started again
             expected = self._comes_back and "died" in error.details
@@ -243,6 +252,11 @@ class VolumeLinks:
             except TransportError as error:
                 self.failed(order[0], error)
 
+    def route(self, transport: str) -> str:
+        """Over what a transport moves bytes: see ``Link.route``. Empty if it is not connected."""
+        found = [one.route for links in self._all_links() if (one := links.get(transport))]
+        return next(filter(None, found), "")
+
     def inline_max(self) -> int:
         """See ``Ranking.inline_max``. Must be called on a running event loop."""
         if self._backoffs:
@@ -300,13 +314,20 @@ class VolumeLinks:
 
     # ---- inside ---------------------------------------------------------------------------
 
+    def copies_itself(self, candidate: Candidate) -> bool:
+        """Whether this process moves the bytes of the transport's link, which then cannot hang."""
+        return has_window(self._links_here(candidate).get(candidate.spec.name))
+
+    def _links_here(self, candidate: Candidate) -> dict[str, Link]:
+        if not candidate.spec.loop_bound:
+            return self._links
+        with self._lock:
+            return self._loop_links.setdefault(asyncio.get_running_loop(), {})
+
     async def connect(self, candidate: Candidate) -> Link:
         """Return the link of a transport; connect it if there is none yet."""
         spec = candidate.spec
-        links = self._links
-        if spec.loop_bound:
-            with self._lock:
-                links = self._loop_links.setdefault(asyncio.get_running_loop(), {})
+        links = self._links_here(candidate)
         link = links.get(spec.name)
         if link is None:
             try:
@@ -339,6 +360,7 @@ class VolumeLinks:
                 raise TransportUnavailableError(f"it cannot connect: {error!r}") from error
             with self._lock:
                 link = links.setdefault(spec.name, made)
+                self._usable.add(spec.name)
             if link is not made:  # another loop or thread was faster
                 made.close()
             elif not self._told:

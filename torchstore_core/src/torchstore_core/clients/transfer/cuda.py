@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -19,7 +19,7 @@ from torchstore_core.contracts.transport import Window
 from torchstore_core.machine.tasks import wait_ended
 from torchstore_core.machine.virtual_memory import before_unmap
 
-__all__ = ["copy", "transfer"]
+__all__ = ["copy", "settled", "transfer"]
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
@@ -47,12 +47,28 @@ async def copy(pairs: Pairs) -> None:
     await _transfer(pairs, None)
 
 
+async def settled(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait for the work that is queued on the caller's current streams: somebody who knows nothing
+    of streams is about to read or write the memory of these tensors.
+    """
+    events = _queued(tensors).values()
+
+    def wait() -> None:
+        for event in events:
+            event.synchronize()
+
+    if events:
+        await in_thread(wait)
+
+
+def _queued(tensors: Iterable[torch.Tensor]) -> dict[torch.device, torch.cuda.Event]:
+    """Events after what is queued on the caller's current streams of CUDA devices."""
+    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+    return {device: torch.cuda.current_stream(device).record_event() for device in devices}
+
+
 async def _transfer(pairs: Pairs, window: Window | None) -> None:
-    ready: dict[torch.device, torch.cuda.Event] = {}
-    for target, source in pairs:
-        device = (source if target.is_cpu else target).device
-        if device.type == "cuda" and device not in ready:
-            ready[device] = torch.cuda.current_stream(device).record_event()
+    ready = _queued(source if target.is_cpu else target for target, source in pairs)
     # Run to the end even if cancelled: the memory must not be released during a running copy.
     await finished(asyncio.create_task(in_thread(lambda: _copy(pairs, window, ready))))
 

@@ -7,8 +7,8 @@ process copies directly to and from that memory (:mod:`.windows`); for others se
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,12 +21,10 @@ from torchstore_core.clients.transfer.moves import Batch, GetBatch
 from torchstore_core.clients.transfer.windows import by_window as _by_window
 from torchstore_core.contracts.transport import Link
 from torchstore_core.errors import StoreClosedError, StoreTimeoutError, TransportError
-from torchstore_core.machine.tasks import wait_ended
+from torchstore_core.machine.tasks import together
 from torchstore_core.plugins.ranking import Candidate
 
-__all__ = ["Moved", "by_link", "execute", "together"]
-
-T = TypeVar("T")
+__all__ = ["Moved", "by_link", "execute"]
 
 # Up to this many bytes, the volumes of this host are processed one after another: creating a task
 # for each would take longer.
@@ -84,29 +82,6 @@ async def execute(
     return await together([_execute(session, batch, deadline) for batch in batches])
 
 
-async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines concurrently. If one fails, or the caller is cancelled, all have stopped when
-    this raises. (The TaskGroup of Python 3.11 loses the caller's cancellation if a task fails while
-    the others are stopping.)
-    """
-    tasks = [asyncio.ensure_future(one) for one in work]
-    cancelled = False
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-    finally:
-        for task in tasks:
-            task.cancel()
-        for task in tasks:
-            cancelled |= await wait_ended(task)
-        errors = [task.exception() for task in tasks if not task.cancelled()]
-    if cancelled:
-        raise asyncio.CancelledError
-    for error in errors:
-        if error is not None:
-            raise error
-    return [task.result() for task in tasks]
-
-
 async def _execute(session: Session, batch: Batch, deadline: float | None) -> Moved:
     """Move a batch over the best link; if that fails, over the next best."""
     links = session.volumes[batch.volume]
@@ -116,7 +91,7 @@ async def _execute(session: Session, batch: Batch, deadline: float | None) -> Mo
             candidates = links.candidates(batch.nbytes)
             for candidate in candidates:
                 try:
-                    if links.context.same_host and not candidate.spec.isolated:
+                    if links.copies_itself(candidate):
                         mapped = await _by_candidate(session, links, candidate, batch)
                     else:
                         is_last = candidate is candidates[-1]
@@ -148,8 +123,8 @@ async def _watched(
     deadline: float | None,
     is_last: bool,
 ) -> Sequence[mapping.Mapped]:
-    """Move a batch by way of another host, or of a half in a process of its own, either of which
-    may hang; what stands still has failed.
+    """Move a batch by way of another process or host, or of a cable, each of which may hang; what
+    stands still has failed.
 
     If the operation's time ends while nothing moves, the next operation begins with another
     transport.

@@ -51,25 +51,27 @@ class AbilityTests(TransportKit):
     """Tests of ``window``, ``prepare``, ``map`` and ``progress``."""
 
     def test_a_window_shows_the_segment(self) -> None:
-        """Bytes written through the window are in the segment, and the reverse."""
+        """Bytes written through the window of each segment are in it, and the reverse."""
         endpoints = self.anywhere()
 
         async def work(_: Session, link: Link) -> None:
             window: object = link
             if not isinstance(window, SupportsWindow):
                 pytest.skip("it has no windows")
-            shown = window.window(0)
-            check(shown.nbytes == endpoints.nbytes, f"a window of {shown.nbytes} bytes")
-            offset, data = endpoints.take(300_000), pattern(11, 300_000)
-            window.prepare(0, offset, len(data), fresh=True)
-            source, target = Memory(data), Memory(len(data))
-            ctypes.memmove(shown.address + offset, source.address, len(data))
-            check(endpoints.look(offset, len(data)) == data, "the segment has other bytes")
-            endpoints.put(offset, data[::-1])
-            window.prepare(0, offset, len(data), fresh=False)
-            ctypes.memmove(target.address, shown.address + offset, len(data))
-            check(target.data() == data[::-1], "the window shows other bytes")
-            check(window.window(0) == shown, "a second window of the segment is another one")
+            for number, segment in enumerate(endpoints.segments):
+                shown = window.window(number)
+                check(shown.nbytes == len(segment), f"a window of {shown.nbytes} bytes")
+                offset, data = endpoints.take(300_000), pattern(11 + number, 300_000)
+                window.prepare(number, offset, len(data), fresh=True)
+                source, target = Memory(data), Memory(len(data))
+                ctypes.memmove(shown.address + offset, source.address, len(data))
+                found = endpoints.look(offset, len(data), number)
+                check(found == data, "the segment has other bytes")
+                endpoints.put(offset, data[::-1], number)
+                window.prepare(number, offset, len(data), fresh=False)
+                ctypes.memmove(target.address, shown.address + offset, len(data))
+                check(target.data() == data[::-1], "the window shows other bytes")
+                check(window.window(number) == shown, "a second window of the segment is another")
 
         self.with_link(endpoints, work)
 
@@ -81,9 +83,10 @@ class AbilityTests(TransportKit):
             mapper: object = link
             if not isinstance(mapper, SupportsMap):
                 pytest.skip("it has no mappings")
-            offset, data = endpoints.take(100_000), pattern(12, 100_000)
-            endpoints.put(offset, data)
-            mapped = mapper.map(0, offset, len(data))
+            offset, data = endpoints.take(100_000), pattern(14, 100_000)
+            last = len(endpoints.segments) - 1
+            endpoints.put(offset, data, last)
+            mapped = mapper.map(last, offset, len(data))
             check(mapped.nbytes == len(data), f"a mapping of {mapped.nbytes} bytes")
             target = Memory(len(data))
             ctypes.memmove(target.address, mapped.address, len(data))
@@ -91,10 +94,8 @@ class AbilityTests(TransportKit):
             link.close()
             view = memoryview(mapped.owner).cast("B")  # type: ignore[arg-type]
             view[mapped.offset : mapped.offset + 10] = bytes(10)
-            check(
-                endpoints.look(offset, len(data)) == data,
-                "writing to a mapping changed the segment",
-            )
+            same = endpoints.look(offset, len(data), last) == data
+            check(same, "writing to a mapping changed the segment")
             ctypes.memmove(target.address, mapped.address, len(data))
             check(target.data() == bytes(10) + data[10:], "the mapping ended with its link")
 

@@ -63,7 +63,7 @@ def run(work: Coroutine[Any, Any, T], timeout: float = _TEST_S) -> T:
 
 
 async def outcome(
-    work: Coroutine[Any, Any, object], within: float, what: str
+    work: Coroutine[Any, Any, object] | asyncio.Future[None], within: float, what: str
 ) -> BaseException | None:
     """Return what ``work`` raises; None if it succeeds. Fails the test if it takes too long."""
     task = asyncio.ensure_future(work)
@@ -95,7 +95,7 @@ class TransportKit:
         environment: environment variables of the processes of server halves and clients.
         light_halves: whether the halves need no library, so that the hook's module may import them.
         large_bytes: the size of the largest transfer.
-        segment_bytes: the size of the volume.
+        segment_bytes: the size of the volume's first segment; the second one is 64 MiB larger.
         gone_within: seconds after the end of a link within which its resources must be gone.
         crosses_hosts: whether the transport is tested between network namespaces; None: test it if
             it bids for a volume on another host.
@@ -109,7 +109,7 @@ class TransportKit:
     hosting: ClassVar[str | None] = None
     environment: ClassVar[dict[str, str]] = {}
     light_halves: ClassVar[bool] = False
-    large_bytes: ClassVar[int] = 64 << 20
+    large_bytes: ClassVar[int] = 136 << 20
     segment_bytes: ClassVar[int] = SEGMENT
     gone_within: ClassVar[float] = 5.0
     crosses_hosts: ClassVar[bool | None] = None

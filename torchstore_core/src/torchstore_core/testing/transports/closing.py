@@ -22,6 +22,7 @@ from torchstore_core.testing.transports.base import (
     outcome,
     run,
 )
+from torchstore_core.testing.transports.ends.client import Crowd, Errand
 from torchstore_core.testing.transports.ends.endpoints import Endpoints
 from torchstore_core.testing.transports.ends.memory import Memory, pattern
 from torchstore_core.testing.transports.ends.session import Session
@@ -65,22 +66,15 @@ class ClosingTests(TransportKit):
         """
         endpoints = self.anywhere()
 
-        async def rounds(count: int) -> None:
-            for at in range(count):
-                async with endpoints.session() as session:
-                    link = await session.connect()
-                    memory, offset = Memory(pattern(at, _NBYTES)), endpoints.take(_NBYTES)
-                    await link.write([memory.copy(offset)])
-                    await link.read([memory.copy(offset)])
-                    link.close()
+        async def use_once() -> None:
+            async with endpoints.session() as session:
+                link = await session.connect()
+                memory, offset = Memory(pattern(4, _NBYTES)), endpoints.take(_NBYTES)
+                await link.write([memory.copy(offset)])
+                await link.read([memory.copy(offset)])
+                link.close()
 
-        run(rounds(2))
-        gc.collect()
-        before = _held(endpoints)
-
-        run(rounds(_ROUNDS))
-        left = self._grown(endpoints, before)
-        check(not left, f"{_ROUNDS} links left this behind: {'; '.join(left)}")
+        self._must_leave_nothing(endpoints, _in_one_loop(use_once), "links")
 
     def test_a_link_that_is_dropped_leaves_nothing_behind(self) -> None:
         """The resources of a link are freed with its event loop, which users may not close."""
@@ -94,13 +88,11 @@ class ClosingTests(TransportKit):
                 memory, offset = Memory(pattern(5, _NBYTES)), endpoints.take(_NBYTES)
                 await link.write([memory.copy(offset)])
 
-        run(drop())
-        gc.collect()
-        before = _held(endpoints)
-        for _ in range(_ROUNDS):
-            run(drop())
-        left = self._grown(endpoints, before)
-        check(not left, f"{_ROUNDS} dropped links and loops left this behind: {'; '.join(left)}")
+        def rounds(count: int) -> None:
+            for _ in range(count):
+                run(drop())
+
+        self._must_leave_nothing(endpoints, rounds, "dropped links and loops")
 
     def test_a_cancelled_connect_leaves_nothing_behind(self) -> None:
         """This holds for a cancellation at any moment, also just after the link has been made."""
@@ -126,16 +118,12 @@ class ClosingTests(TransportKit):
 
         took = run(duration())
 
-        def rounds() -> None:
-            for at in range(2 * _ROUNDS):
-                run(cancelled(took * at / (2 * _ROUNDS - 3)))  # the last ones come too late
+        def rounds(count: int) -> None:
+            for at in range(count):
+                run(cancelled(took * at / (count - 3)))  # the last ones come too late
 
-        rounds()
-        gc.collect()
-        before = _held(endpoints)
-        rounds()
-        left = self._grown(endpoints, before)
-        check(not left, f"{2 * _ROUNDS} cancelled connects left this behind: {'; '.join(left)}")
+        what, many = "cancelled connects", 2 * _ROUNDS
+        self._must_leave_nothing(endpoints, rounds, what, many, first=many)
 
     def test_failed_transfers_leave_nothing_behind(self) -> None:
         """What is refused costs nothing after the client has left, at either end."""
@@ -152,7 +140,7 @@ class ClosingTests(TransportKit):
                     await must_refuse(move(copies), what, _CONNECT_S)
                 link.close()
 
-        self._must_leave_nothing(endpoints, fail_once, "failed transfers")
+        self._must_leave_nothing(endpoints, _in_one_loop(fail_once), "failed transfers")
 
     def test_cancelled_transfers_leave_nothing_behind(self) -> None:
         """Nor do links whose transfer was cancelled when it had just begun."""
@@ -167,12 +155,32 @@ class ClosingTests(TransportKit):
                 await asyncio.sleep(0)
                 await asyncio.wait([moving], timeout=0)
                 moving.cancel()
-                raised = await outcome(_ended(moving), _CONNECT_S, "a cancelled write")
+                raised = await outcome(moving, _CONNECT_S, "a cancelled write")
                 known = isinstance(raised, TransportError | asyncio.CancelledError | None)
                 check(known, f"a cancelled write raised {raised!r}, which is no TransportError")
                 link.close()
 
-        self._must_leave_nothing(endpoints, cancel_once, "cancelled transfers")
+        self._must_leave_nothing(endpoints, _in_one_loop(cancel_once), "cancelled transfers")
+
+    def test_killed_clients_leave_nothing_behind(self) -> None:
+        """Nor does a client process that is killed leave anything at the server half, which is told
+        to disconnect it.
+        """
+        endpoints = self.at("process")
+        offset = endpoints.take(_NBYTES)
+
+        async def leave(peers: list[bytes]) -> None:
+            async with endpoints.session() as session:
+                for session.peer in peers:
+                    await session.disconnect()
+
+        def rounds(count: int) -> None:
+            errand = Errand("write", 4, offset, _NBYTES)
+            crowd = Crowd(endpoints.reach, count, errand, self.environment)
+            crowd.kill()
+            run(leave(crowd.peers))
+
+        self._must_leave_nothing(endpoints, rounds, "killed clients", first=_ROUNDS)
 
     def test_the_end_of_a_link_is_nobody_elses(self) -> None:
         """While a link moves bytes, others of the same client are closed, and other clients close
@@ -206,7 +214,7 @@ class ClosingTests(TransportKit):
                 async with endpoints.session() as others:
                     await end(others, "disconnect() of another client")
             enough.set()
-            raised = await outcome(_ended(going), _CONNECT_S, "a write while others left")
+            raised = await outcome(going, _CONNECT_S, "a write while others left")
             check(raised is None, f"a write while others left raised {raised!r}")
             endpoints.put(offset, bytes(_LONG))
             raised = await outcome(
@@ -257,20 +265,21 @@ class ClosingTests(TransportKit):
     # ---- inside ---------------------------------------------------------------------------
 
     def _must_leave_nothing(
-        self, endpoints: Endpoints, once: Callable[[], Coroutine[Any, Any, None]], what: str
+        self,
+        endpoints: Endpoints,
+        rounds: Callable[[int], None],
+        what: str,
+        count: int = _ROUNDS,
+        *,
+        first: int = 2,
     ) -> None:
-        """Fail the test if several rounds of ``once`` leave resources behind."""
-
-        async def rounds(count: int) -> None:
-            for _ in range(count):
-                await once()
-
-        run(rounds(2))
+        """Fail the test if so many rounds leave resources behind, which the first ones did not."""
+        rounds(first)
         gc.collect()
         before = _held(endpoints)
-        run(rounds(_ROUNDS))
+        rounds(count)
         left = self._grown(endpoints, before)
-        check(not left, f"{_ROUNDS} rounds of {what} left this behind: {'; '.join(left)}")
+        check(not left, f"{count} {what} left this behind: {'; '.join(left)}")
 
     def _grown(self, endpoints: Endpoints, before: dict[str, int]) -> list[str]:
         """Return the resources that have grown by at least one a round, and do not shrink again."""
@@ -286,9 +295,14 @@ class ClosingTests(TransportKit):
         return leftovers.until_empty(look, self.gone_within)
 
 
-async def _ended(task: asyncio.Future[None]) -> None:
-    """Wait for a task, as a coroutine."""
-    await task
+def _in_one_loop(once: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[int], None]:
+    """Return a function that runs ``once`` so many times on one event loop."""
+
+    async def rounds(count: int) -> None:
+        for _ in range(count):
+            await once()
+
+    return lambda count: run(rounds(count))
 
 
 def _held(endpoints: Endpoints) -> dict[str, int]:

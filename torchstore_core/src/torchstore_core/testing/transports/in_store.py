@@ -26,6 +26,7 @@ _GROUP = "torchstore.transports"
 _STRATEGIES = "torchstore.strategies"
 _STORE: dict[str, Any] = {"capacity": 256 << 20, "prefault": 0}
 _TIMEOUT_S = 60.0
+_ASKED = 1 << 10
 _LARGE = 3_000_001
 _DTYPES = (
     *("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32"),
@@ -134,7 +135,8 @@ class StoreTests(TransportKit):
                 store_name=name, block=others, timeout=_TIMEOUT_S, **arguments
             )
             try:
-                for entry in await client.explain(1 << 10):
+                limit = self.spec().max_bytes
+                for entry in await client.explain(_ASKED if limit is None else min(limit, _ASKED)):
                     if entry["chosen"] != self.name:
                         why = entry["refusals"].get(self.name)
                         if why is None:

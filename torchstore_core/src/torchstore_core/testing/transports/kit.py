@@ -10,6 +10,7 @@ from torchstore_core.testing.transports.lasting import LastingTests
 from torchstore_core.testing.transports.moving import MovingTests
 from torchstore_core.testing.transports.refusing import RefusingTests
 from torchstore_core.testing.transports.stopping import StoppingTests
+from torchstore_core.testing.transports.volumes import VolumeTests
 
 __all__ = ["TransportTests"]
 
@@ -22,6 +23,7 @@ class TransportTests(
     StoppingTests,
     ClosingTests,
     LastingTests,
+    VolumeTests,
     StoreTests,
 ):
     """Subclass this in a test module of your package, under a name that pytest collects::

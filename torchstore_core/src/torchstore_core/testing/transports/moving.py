@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import random
 import threading
 from collections.abc import Callable, Coroutine, Sequence
@@ -25,6 +26,7 @@ __all__ = ["MovingTests"]
 _SIZES = (0, 1, 2, 3, 7, 8, 63, 64, 65, 4095, 4096, 4097, 65_537, (1 << 20) + 1)
 _PIECES = 10_000
 _AT_ONCE = 12
+_TURN = 30_001
 
 
 async def round_trip(endpoints: Endpoints, link: Link, sizes: Sequence[int], seed: int) -> None:
@@ -72,9 +74,11 @@ def _apart(sizes: Sequence[int], order: Sequence[int]) -> tuple[list[int], int]:
 def _compare(what: str, sizes: Sequence[int], expected: bytes, found: bytes) -> None:
     if found == expected:
         return
-    wrong = [at for at in range(len(expected)) if expected[at] != found[at]]
+    both = (int.from_bytes(one, "little") for one in (expected, found))
+    wrong = operator.xor(*both).to_bytes(len(expected), "little")  # quick, for many bytes as well
+    first, last = len(wrong) - len(wrong.lstrip(b"\0")), len(wrong.rstrip(b"\0")) - 1
     fail(
-        f"{what}: {len(wrong)} bytes are wrong, between {wrong[0]} and {wrong[-1]} of "
+        f"{what}: {len(wrong) - wrong.count(0)} bytes are wrong, between {first} and {last} of "
         f"{len(expected)} ({_named(sizes)})"
     )
 
@@ -100,11 +104,54 @@ class MovingTests(TransportKit):
         self.with_link(endpoints, work)
 
     def test_a_large_transfer_arrives(self) -> None:
-        """Move about :attr:`large_bytes` in one piece."""
+        """Move about :attr:`large_bytes` in one piece, and compare all of them."""
         endpoints = self.anywhere()
-        self.with_link(
-            endpoints, lambda _, link: round_trip(endpoints, link, [self.large_bytes - 3], 1)
-        )
+        nbytes = self.large_bytes - 3
+
+        async def work(_: Session, link: Link) -> None:
+            data, offset = pattern(99, nbytes), endpoints.take(nbytes)
+            source, target = Memory(data), Memory(nbytes)
+            await link.write([source.copy(offset)])
+            _compare("write", [nbytes], data, endpoints.look(offset, nbytes))
+            await link.read([target.copy(offset)])
+            _compare("read", [nbytes], data, target.data())
+            check(target.is_intact(), "read: bytes beside the destination changed")
+
+        self.with_link(endpoints, work)
+
+    def test_every_segment_is_reached(self) -> None:
+        """Copies of one batch go to both segments in turn, although they are neighbours otherwise:
+        first to places at the beginning, then to the ends, which nobody has needed before.
+        """
+        endpoints = self.anywhere()
+        if len(endpoints.segments) == 1:
+            pytest.skip("its volume has one segment")
+        ends = [len(segment) for segment in endpoints.segments]
+
+        async def work(_: Session, link: Link) -> None:
+            for seed, starts in ((61, [4097, 4097]), (62, [end - 4 * _TURN for end in ends])):
+                data = pattern(seed, 4 * _TURN)
+                source, target = Memory(data), Memory(len(data))
+                expected = [bytearray(b"\xee" * len(data)) for _ in ends]
+                copies = []
+                for turn, at in enumerate(range(0, len(data), _TURN)):
+                    number = turn % 2
+                    copies.append(Copy(source.address + at, number, starts[number] + at, _TURN))
+                    expected[number][at : at + _TURN] = data[at : at + _TURN]
+                for number, start in enumerate(starts):
+                    endpoints.put(start, b"\xee" * len(data), number)
+                await link.write(copies)
+                for number, start in enumerate(starts):
+                    found = endpoints.look(start, len(data), number)
+                    right = found == expected[number]
+                    check(right, f"write: other bytes are at {start} of segment {number}")
+                moved = target.address - source.address
+                await link.read(
+                    [msgspec.structs.replace(c, address=c.address + moved) for c in copies]
+                )
+                check(target.data() == data, f"read: other bytes came from {starts} of both")
+
+        self.with_link(endpoints, work)
 
     def test_a_batch_of_many_pieces_arrives(self) -> None:
         """10,000 pieces: most have up to some hundred bytes, a few are large."""

@@ -46,7 +46,7 @@ def _outside(end: int) -> Iterator[tuple[str, Copy]]:
     yield "an offset near 2**62", Copy(0, 0, _BEYOND - 2, _NBYTES)
     yield "an offset near 2**63", Copy(0, 0, 2 * _BEYOND - 2, _NBYTES)
     yield "an offset that overflows 64 bits", Copy(0, 0, _UINT64 - 8, _NBYTES)
-    yield "an unknown segment", Copy(0, 1, 0, _NBYTES)
+    yield "an unknown segment", Copy(0, 2, 0, _NBYTES)
     yield "a segment with a negative number", Copy(0, -1, 0, _NBYTES)
 
 

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from torchstore_core.contracts.transport import Copy, Link
 from torchstore_core.errors import TransportError
 from torchstore_core.testing import leftovers
-from torchstore_core.testing.transports.base import TransportKit, check, fail, run
+from torchstore_core.testing.transports.base import (
+    TransportKit,
+    check,
+    fail,
+    must_refuse,
+    outcome,
+    run,
+)
 from torchstore_core.testing.transports.ends.client import Client, Errand
 from torchstore_core.testing.transports.ends.endpoints import Endpoints
 from torchstore_core.testing.transports.ends.memory import Memory, pattern
@@ -141,6 +150,43 @@ class StoppingTests(TransportKit):
 
         self.with_link(endpoints, work)
 
+    def test_after_a_failed_transfer_no_byte_moves(self) -> None:
+        """A batch of which one copy is refused raises, and no byte is moved after that; of a write
+        whose link says ``unsettled``, after the server half has disconnected the client.
+        """
+        endpoints = self.anywhere()
+        nowhere = (
+            ("out of range", {"offset": endpoints.nbytes - 1}),
+            ("of an unknown segment", {"segment": len(endpoints.segments)}),
+        )
+
+        async def work(session: Session, link: Link) -> None:
+            watched: list[tuple[str, Memory, int]] = []
+            for (where, there), at in itertools.product(nowhere, (0.5, 1)):
+                for what in ("write", "read"):
+                    link = await session.connect()
+                    local, offset = Memory(bytes([_WRITTEN]) * _TRANSFER), endpoints.take(_TRANSFER)
+                    _kept.append(local)
+                    watched.append((f"{what} with a copy {where}", local, offset))
+                    copies = _copies(local, offset)
+                    last = int((len(copies) - 1) * at)
+                    copies[last] = msgspec.structs.replace(copies[last], **there)
+                    move = link.write if what == "write" else link.read
+                    await must_refuse(move(copies), watched[-1][0])
+                    if link.unsettled:
+                        link.close()
+                        await session.disconnect()
+                    local.fill(_POISON)
+                    endpoints.put(offset, bytes([_OURS]) * _TRANSFER)
+            await asyncio.sleep(_WATCH_S)
+            for what, local, offset in watched:
+                moved = _TRANSFER - endpoints.look(offset, _TRANSFER).count(_OURS)
+                moved += _TRANSFER - local.data().count(_POISON)
+                check(not moved, f"{moved} bytes were moved after a {what} had failed")
+            del _kept[-len(watched) :]
+
+        self.with_link(endpoints, work)
+
     def test_a_killed_client_writes_no_more(self) -> None:
         """Once ``disconnect`` has returned, no byte from the killed client arrives."""
         endpoints = self.at("process")
@@ -169,9 +215,47 @@ class StoppingTests(TransportKit):
         finally:
             client.close()
 
+    def test_a_disconnected_client_begins_anew_or_is_refused(self) -> None:
+        """After ``disconnect``, what a link of the client was writing, and all that it is asked
+        for, moves no byte before the link has asked the server half again.
+        """
+        endpoints = self.at("process")
+
+        async def work(session: Session, _: Link) -> None:
+            before = endpoints.held_here()
+            link = await session.connect()
+            took = await _duration(endpoints, link)
+            if endpoints.held_here() > before:
+                pytest.skip("its clients have the memory themselves: nobody can take it from them")
+            source, target = Memory(bytes([_WRITTEN]) * _TRANSFER), Memory(_TRANSFER)
+            _kept.append(source)
+            offset = endpoints.take(_TRANSFER)
+            writing = asyncio.ensure_future(link.write(_copies(source, offset)))
+            await asyncio.wait([writing], timeout=took / 2)
+            await session.disconnect()
+            endpoints.put(offset, bytes([_OURS]) * _TRANSFER)
+            session.requests.clear()
+            raised = await outcome(writing, _PATIENCE_S, "a write at a disconnect")
+            known = raised is None or isinstance(raised, TransportError)
+            check(known, f"a write at a disconnect raised {raised!r}, which is no TransportError")
+            for name, move, memory in (("read", link.read, target), ("write", link.write, source)):
+                if session.requests:
+                    break
+                what = f"a {name} over a link of a client that was disconnected"
+                raised = await outcome(move(_copies(memory, offset)), _PATIENCE_S, what)
+                refused = isinstance(raised, TransportError)
+                check(refused or bool(session.requests), f"{what} ended with {raised!r}")
+            else:
+                await asyncio.sleep(_WATCH_S)
+                moved = _TRANSFER - endpoints.look(offset, _TRANSFER).count(_OURS)
+                check(not moved, f"{moved} bytes of a client came after it was disconnected")
+            _kept.remove(source)
+
+        self.with_link(endpoints, work)
+
     def test_a_killed_half_is_noticed(self) -> None:
         """Transfers, and the next connect, fail with a TransportError, or succeed if they need no
-        process.
+        process. No byte moves after a transfer has failed.
         """
         with self.apart() as endpoints:
 
@@ -190,6 +274,11 @@ class StoppingTests(TransportKit):
                 endpoints.signal(signal.SIGKILL)
                 await asyncio.wait([task], timeout=_NOTICE_S)
                 await _failed_or_cancelled(task, "write to a half that was killed")
+                source.fill(_POISON)
+                endpoints.put(offset, bytes([_OURS]) * _TRANSFER)
+                await asyncio.sleep(_WATCH_S)
+                moved = _TRANSFER - endpoints.look(offset, _TRANSFER).count(_OURS)
+                check(not moved, f"{moved} bytes came after a write to a killed half had failed")
                 for what, again in (("write", link.write), ("read", link.read)):
                     task = asyncio.ensure_future(again(_copies(source, offset)))
                     await asyncio.wait([task], timeout=1.0)
@@ -253,6 +342,7 @@ class StoppingTests(TransportKit):
                 check(bool(below), "the isolated half has no process")
                 for pid in below:
                     os.kill(pid, signal.SIGKILL)
+                _await_state(below, "X", "killed")
                 deadline = time.monotonic() + _PATIENCE_S
                 while True:
                     endpoints.put(offset, bytes(_PIECE))
@@ -295,9 +385,14 @@ def _stop(endpoints: Endpoints) -> None:
     """Stop the half's processes, and wait until they have stopped."""
     pids = endpoints.processes()
     endpoints.signal(signal.SIGSTOP)
+    _await_state(pids, "TX", "stopped")
 
-    def running() -> list[int]:
-        return [pid for pid in pids if leftovers.state(pid) not in "TX"]
 
-    left = leftovers.until_empty(running, _PATIENCE_S)
-    check(not left, f"the processes {left} could not be stopped")
+def _await_state(pids: Sequence[int], states: str, what: str) -> None:
+    """Wait until all of the processes are in one of these states."""
+
+    def others() -> list[int]:
+        return [pid for pid in pids if leftovers.state(pid) not in states]
+
+    left = leftovers.until_empty(others, _PATIENCE_S)
+    check(not left, f"the processes {left} could not be {what}")

@@ -3,12 +3,16 @@
 The process is ``python -m torchstore_core.testing.transports.ends.client``. It has no torch, unless
 the transport's client half imports it. Every line of its standard input is an errand, and is
 answered with one line: ``ok``, or the error.
+
+With a number and an errand as further arguments, it is a crowd: so many processes, each of which is
+a client, runs the errand, says who it is, and kills itself when the input ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,11 +21,15 @@ import msgspec
 
 from torchstore_core.contracts.transport import Link
 from torchstore_core.errors import TransportError
+from torchstore_core.plugins.registry import load_class
 from torchstore_core.testing.transports.ends.endpoints import tool_environment
 from torchstore_core.testing.transports.ends.memory import Memory, pattern
 from torchstore_core.testing.transports.ends.session import Reach, Session
 
-__all__ = ["Client", "Errand"]
+__all__ = ["Client", "Crowd", "Errand"]
+
+
+_MODULE = "torchstore_core.testing.transports.ends.client"
 
 
 class Errand(msgspec.Struct, frozen=True):
@@ -44,10 +52,9 @@ class Client:
         wrapper: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        module = "torchstore_core.testing.transports.ends.client"
         encoded = msgspec.json.encode(reach).decode()
         self._process = subprocess.Popen(
-            [*wrapper, sys.executable, "-m", module, encoded],
+            [*wrapper, sys.executable, "-m", _MODULE, encoded],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=tool_environment(environment or {}),
@@ -84,6 +91,36 @@ class Client:
         if self._process.stdout is None:
             return ""
         return self._process.stdout.readline().decode().strip()
+
+
+class Crowd:
+    """Client processes that have run an errand each, as seen by the test, which must kill them.
+
+    Attributes:
+        peers: the ids by which the server half knows them.
+    """
+
+    def __init__(
+        self, reach: Reach, count: int, errand: Errand, environment: Mapping[str, str]
+    ) -> None:
+        arguments = [msgspec.json.encode(one).decode() for one in (reach, count, errand)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", _MODULE, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=tool_environment(environment),
+        )
+        lines = self._process.stdout
+        answers = [] if lines is None else [lines.readline().decode().strip() for _ in range(count)]
+        try:
+            self.peers = [bytes.fromhex(answer) for answer in answers if answer]
+        except ValueError:
+            self.kill()
+            raise TransportError(f"client processes cannot write: {answers}") from None
+
+    def kill(self) -> None:
+        """Kill them (SIGKILL), and wait until they are dead."""
+        self._process.communicate()
 
 
 async def _do(link: Link, errand: Errand) -> str:
@@ -123,6 +160,30 @@ async def _main(reach: Reach) -> None:
                 _say(f"{type(error).__name__}: {error.message}".replace("\n", " "))
 
 
+async def _one_of_many(reach: Reach, errand: Errand) -> None:
+    session = Session(reach)
+    try:
+        answer = await _do(await session.connect(), errand)
+    except TransportError as error:
+        answer = f"{type(error).__name__}: {error.message}".replace("\n", " ")
+    _say(session.peer.hex() if answer == "ok" else answer)
+    await asyncio.to_thread(sys.stdin.readline)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _crowd(reach: Reach, count: int, errand: Errand) -> None:
+    load_class(str(reach.plugin.spec().client))  # what that imports is imported once
+    for _ in range(count):
+        if not os.fork():
+            asyncio.run(_one_of_many(reach, errand))
+    for _ in range(count):
+        os.wait()
+
+
 if __name__ == "__main__":
-    asyncio.run(_main(msgspec.json.decode(sys.argv[1], type=Reach)))
+    reach = msgspec.json.decode(sys.argv[1], type=Reach)
+    if sys.argv[2:]:
+        _crowd(reach, int(sys.argv[2]), msgspec.json.decode(sys.argv[3], type=Errand))
+    else:
+        asyncio.run(_main(reach))
     os._exit(0)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 import msgspec
 
@@ -50,8 +50,8 @@ class Endpoints:
         same_host: whether clients are told that they are on the volume's host.
 
     Attributes:
-        memory: the segment, as shared memory of this process.
-        nbytes: the size of the segment.
+        segments: those of the volume, as shared memory of this process.
+        nbytes: the size of the first one.
         root: the pid of the volume's process; None: the volume is in this process.
         refusal: why the server half does not serve; empty if it does.
 
@@ -86,11 +86,9 @@ class Endpoints:
                 opened = self._host.opened
             else:
                 opened = self._start(order, wrapper, environment or {})
-            fd = os.open(f"/proc/{opened.pid}/fd/{opened.fd}", os.O_RDWR)
-            try:
-                self.memory = mmap.mmap(fd, nbytes)
-            finally:
-                os.close(fd)
+            self.segments = [_mapped(opened.pid, one.fd, one.nbytes) for one in opened.segments]
+            places = [f"/proc/{opened.pid}/fd/{one.fd}" for one in opened.segments]
+            self._files = {(found.st_dev, found.st_ino) for found in map(os.stat, places)}
         except BaseException:
             self._end()
             raise
@@ -103,8 +101,27 @@ class Endpoints:
         """Return a new client."""
         return Session(self.reach)
 
+    @contextlib.asynccontextmanager
+    async def another(self) -> AsyncIterator[tuple[Session, mmap.mmap]]:
+        """Yield a client of another volume in the same process, and that volume's segment. The
+        volume is closed at the end.
+        """
+        async with self.session() as asking:
+            opened = await asking.open_another()
+            offer, (segment,) = opened.offer or b"", opened.segments
+            reach = msgspec.structs.replace(self.reach, offer=offer, number=opened.volume)
+            memory = _mapped(opened.pid, segment.fd, segment.nbytes)
+            try:
+                async with Session(reach) as session:
+                    yield session, memory
+                    await session.close_volume()
+            finally:
+                memory.close()
+
     def take(self, nbytes: int) -> int:
-        """Return the offset of ``nbytes`` unused bytes, not page-aligned; reused after a while."""
+        """Return the offset of ``nbytes`` unused bytes of each segment, not page-aligned; reused
+        after a while.
+        """
         with self._lock:
             if self._taken + nbytes + 2 * _PAGE > self.nbytes:
                 self._taken = 0
@@ -112,13 +129,24 @@ class Endpoints:
             self._taken += (nbytes // _PAGE + 2) * _PAGE
             return offset
 
-    def look(self, offset: int, nbytes: int) -> bytes:
-        """Return bytes of the segment."""
-        return self.memory[offset : offset + nbytes]
+    def look(self, offset: int, nbytes: int, segment: int = 0) -> bytes:
+        """Return bytes of a segment."""
+        return self.segments[segment][offset : offset + nbytes]
 
-    def put(self, offset: int, data: bytes) -> None:
-        """Write to the segment, bypassing the transport."""
-        self.memory[offset : offset + len(data)] = data
+    def put(self, offset: int, data: bytes, segment: int = 0) -> None:
+        """Write to a segment, bypassing the transport."""
+        self.segments[segment][offset : offset + len(data)] = data
+
+    def held_here(self) -> int:
+        """Count the descriptors and mappings that this process has of the segments."""
+        count = 0
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # it has been closed in the meantime
+                found = os.stat(f"/proc/self/fd/{name}")
+                count += (found.st_dev, found.st_ino) in self._files
+        with open("/proc/self/maps") as maps:
+            numbers = [line.split()[4] for line in maps if "/memfd:" in line]
+        return count + sum(numbers.count(str(number)) for _, number in self._files)
 
     def processes(self) -> list[int]:
         """Return the pids of the server half's processes; empty if it is in this process."""
@@ -134,7 +162,8 @@ class Endpoints:
 
     def close(self) -> None:
         """End the volume and its processes. Idempotent."""
-        self.memory.close()
+        for segment in self.segments:
+            segment.close()
         self._end()
 
     def _start(self, order: Order, wrapper: Sequence[str], extra: Mapping[str, str]) -> Opened:
@@ -175,3 +204,12 @@ class Endpoints:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _mapped(pid: int, fd: int, nbytes: int) -> mmap.mmap:
+    """Return memory that another process has a descriptor of."""
+    own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+    try:
+        return mmap.mmap(own, nbytes)
+    finally:
+        os.close(own)

@@ -18,10 +18,11 @@ from importlib.metadata import EntryPoint
 
 import msgspec
 
-from torchstore_core.contracts.transport import TransportSpec
+from torchstore_core.contracts.transport import Segment, TransportSpec
 from torchstore_core.errors import ProtocolError, TorchStoreError, TransportError
 from torchstore_core.machine.topology import Topology
 from torchstore_core.plugins.registry import Registry, load_class
+from torchstore_core.server.memory.segment import open_memory
 from torchstore_core.server.memory.volume import Volume
 from torchstore_core.server.serving.listening import Listener
 from torchstore_core.testing.transports.ends.memory import give_back
@@ -45,6 +46,8 @@ CONTROL = "control.sock"
 #: The largest body of a frame between a client of the kit and a host, in bytes.
 MAX_FRAME = 8 << 20
 _RECEIVE = 1 << 18
+# How much larger the second segment is: what is needed of it grows beyond the size of the first.
+_LARGER = 64 << 20
 _VOLUME_LOG = "torchstore_core.server.memory.volume"
 
 
@@ -75,7 +78,7 @@ class Order(msgspec.Struct, frozen=True):
     Args:
         hosting: ``"module:Class"`` of the :class:`Hosting` to use.
         directory: a private directory for sockets.
-        nbytes: the size of the segment in bytes.
+        nbytes: the size of the first segment in bytes.
     """
 
     plugin: Plugin
@@ -89,24 +92,29 @@ class Opened(msgspec.Struct, frozen=True):
     """What clients need to know about a hosted volume.
 
     Args:
-        fd: the segment's descriptor in the process ``pid``.
+        volume: its number in the process.
+        segments: those of the volume, with their descriptors in the process ``pid``.
         log: what the volume has logged, which explains a missing offer.
     """
 
     pid: int
-    fd: int
+    segments: list[Segment]
     topology: Topology
     offer: bytes | None
     log: list[str]
+    volume: int = 0
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True):
-    """A call of ``handshake``, ``disconnect``, ``registered`` or ``close``."""
+    """A call of ``handshake``, ``disconnect``, ``registered`` or ``close`` of a volume, or for
+    another volume (``open``).
+    """
 
     id: int
     method: str
     peer: bytes = b""
     data: bytes = b""
+    volume: int = 0
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -135,8 +143,8 @@ class _Records(logging.Handler):
 
 
 class Hosting:
-    """A volume on the running event loop. Subclass it for a transport whose server half needs more
-    than a volume around it (an engine's agent, for example).
+    """A volume with two segments, on the running event loop. Subclass it for a transport whose
+    server half needs more than a volume around it (an engine's agent, for example).
     """
 
     def __init__(self, order: Order) -> None:
@@ -144,6 +152,10 @@ class Hosting:
         registry = order.plugin.registry()
         name, directory = order.store_name, order.directory
         self.volume = Volume(name, 0, order.nbytes, registry, directory)
+        larger = order.nbytes + _LARGER
+        self._second = open_memory(f"{name}-second", larger)
+        self.volume.segments.append(Segment(1, self._second, larger))
+        self.volumes = [self.volume]
         self._registry = registry
         self._listener = Listener(self._accept)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -154,20 +166,32 @@ class Hosting:
         Raises:
             PluginError: the transport's hook does not load.
         """
-        spec = self._registry.transport(self.order.plugin.name)
+        self._registry.transport(self.order.plugin.name)
+        opened = await self._start(self.volume)
+        self._listener.open(os.path.join(self.order.directory, CONTROL))
+        return opened
+
+    async def open_another(self) -> Opened:
+        """Start another volume in this process, of one segment."""
+        order, number = self.order, len(self.volumes)
+        made = Volume(order.store_name, number, order.nbytes, self._registry, order.directory)
+        self.volumes.append(made)
+        return await self._start(made)
+
+    async def _start(self, volume: Volume) -> Opened:
         records = _Records()
         log = logging.getLogger(_VOLUME_LOG)
         before = log.level
         log.addHandler(records)
         log.setLevel(logging.DEBUG)
         try:
-            info = await self.volume.start()
+            info = await volume.start()
         finally:
             log.setLevel(before)
             log.removeHandler(records)
-        self._listener.open(os.path.join(self.order.directory, CONTROL))
-        offer = info.offers.get(spec.name)
-        return Opened(os.getpid(), self.volume.memory.fd, info.topology, offer, records.lines)
+        offer = info.offers.get(self.order.plugin.name)
+        segments, lines = volume.segments, records.lines
+        return Opened(os.getpid(), segments, info.topology, offer, lines, volume.index)
 
     async def close(self) -> None:
         """Stop listening and close the volume."""
@@ -176,7 +200,9 @@ class Hosting:
             task.cancel()
         if self._tasks:
             await asyncio.wait(list(self._tasks))
-        await self.volume.close()
+        for volume in self.volumes:
+            await volume.close()
+        os.close(self._second)
 
     def _accept(self, sock: socket.socket, _pid: int) -> None:
         self._spawn(self._serve(sock))
@@ -209,18 +235,21 @@ class Hosting:
                 await asyncio.get_running_loop().sock_sendall(sock, frame(answer))
 
     async def _call(self, ask: Ask) -> Answer:
+        volume = self.volumes[ask.volume]
         match ask.method:
+            case "open":
+                return Answer(ask.id, msgspec.json.encode(await self.open_another()))
             case "handshake":
                 name = self.order.plugin.name
-                return Answer(ask.id, await self.volume.handshake(ask.peer, name, ask.data))
+                return Answer(ask.id, await volume.handshake(ask.peer, name, ask.data))
             case "disconnect":
-                await self.volume.disconnect(ask.peer)
+                await volume.disconnect(ask.peer)
             case "registered":
-                return Answer(ask.id, number=self.volume.memory.registered())
+                return Answer(ask.id, number=volume.memory.registered())
             case "trim":
                 give_back()
             case "close":
-                await self.volume.close()
+                await volume.close()
         return Answer(ask.id)
 
 

@@ -37,10 +37,11 @@ class Memory:
     """
 
     def __init__(self, data: bytes | int) -> None:
-        content = data if isinstance(data, bytes) else bytes(data)
-        self.nbytes = len(content)
-        guard = _POISON * _GUARD
-        self._all = bytearray(guard + content + guard)
+        self.nbytes = data if isinstance(data, int) else len(data)
+        self._all = bytearray(self.nbytes + 2 * _GUARD)
+        self._all[:_GUARD] = self._all[_GUARD + self.nbytes :] = _POISON * _GUARD
+        if isinstance(data, bytes):
+            self._all[_GUARD : _GUARD + self.nbytes] = data
         self._array = (ctypes.c_char * len(self._all)).from_buffer(self._all)
         self.address = ctypes.addressof(self._array) + _GUARD
 

@@ -14,7 +14,14 @@ from torchstore_core.contracts.transport import Link, LinkContext, TransportSpec
 from torchstore_core.errors import TransportError, TransportUnavailableError, from_wire
 from torchstore_core.machine import topology
 from torchstore_core.plugins.registry import load_class
-from torchstore_core.testing.transports.ends.host import MAX_FRAME, Answer, Ask, Plugin, frame
+from torchstore_core.testing.transports.ends.host import (
+    MAX_FRAME,
+    Answer,
+    Ask,
+    Opened,
+    Plugin,
+    frame,
+)
 from torchstore_core.wire.framing import FrameReader
 
 __all__ = ["Reach", "Session"]
@@ -23,13 +30,16 @@ _SETTLE_S = 20.0
 
 
 class Reach(msgspec.Struct, frozen=True):
-    """How a client reaches a hosted volume, from this process or another."""
+    """How a client reaches a hosted volume, from this process or another. ``number``: which volume
+    of the host.
+    """
 
     plugin: Plugin
     control: str
     volume: topology.Topology
     same_host: bool
     offer: bytes
+    number: int = 0
 
 
 class _HostConnection:
@@ -43,11 +53,11 @@ class _HostConnection:
         self._ended = False
         self._reading = asyncio.get_running_loop().create_task(self._read())
 
-    async def ask(self, method: str, peer: bytes, data: bytes) -> Answer:
+    async def ask(self, method: str, peer: bytes, data: bytes, volume: int) -> Answer:
         if self._ended:
             raise _gone()
         loop = asyncio.get_running_loop()
-        ask = Ask(next(self._ids), method, peer, data)
+        ask = Ask(next(self._ids), method, peer, data, volume)
         pending = self._pending[ask.id] = loop.create_future()
         try:
             # Shielded, because half a frame would break all other calls, too.
@@ -166,6 +176,10 @@ class Session:
         """Close the volume, and with it the server half."""
         await self._ask("close")
 
+    async def open_another(self) -> Opened:
+        """Have the process that hosts the volume host another one as well."""
+        return msgspec.json.decode((await self._ask("open")).data, type=Opened)
+
     async def leave_loop(self) -> None:
         """Close the running event loop's connection to the host."""
         connection = self._connections.pop(asyncio.get_running_loop(), None)
@@ -184,4 +198,4 @@ class Session:
                 sock.close()
                 raise _gone() from error
             connection = self._connections[loop] = _HostConnection(sock)
-        return await connection.ask(method, self.peer, data)
+        return await connection.ask(method, self.peer, data, self._reach.number)
