@@ -33,8 +33,12 @@ async def test_data_that_is_replaced_during_the_copy_harms_nobody(what: str, cou
         await ts.initialize(capacity=512 << 20, prefault=0)
         tensors = {{f"k{{i}}": torch.ones((160 << 20) // 4 // {count}) for i in range({count})}}
         await ts.put_batch(tensors)
+        if {what!r} == "get":
+            tensors = {{key: torch.zeros_like(value) for key, value in tensors.items()}}
         batch = ts.put_batch(tensors) if {what!r} == "put" else ts.get_batch(dict(tensors))
         task = asyncio.create_task(batch)
+        while {what!r} == "get" and not task.done() and not any(t[0] for t in tensors.values()):
+            await asyncio.sleep(0)  # until the copy has begun
         while not task.done():
             await asyncio.sleep(0.002)
             for tensor in tensors.values():

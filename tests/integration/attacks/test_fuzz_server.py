@@ -35,8 +35,8 @@ from torchstore_core.wire.framing import HEADER, encode
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    with a_target(tmp_path_factory.mktemp("fuzz") / "log") as made:
+def target() -> Iterator[Target]:
+    with a_target() as made:
         yield made
 
 
