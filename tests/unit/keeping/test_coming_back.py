@@ -209,7 +209,7 @@ def test_requests_are_recorded_as_they_arrived() -> None:
         log.close()
 
 
-def test_a_log_that_begins_with_a_large_state_is_not_written_anew_at_once() -> None:
+async def test_a_log_that_begins_with_a_large_state_is_not_written_anew_at_once() -> None:
     """When the server comes back, that would cost the first requests most."""
     with volumes(64 << 20) as there:
         logs = [Log(), Log()]

@@ -123,3 +123,39 @@ def test_a_full_log_is_not_written_to(log: Log, engine: ModuleType) -> None:
     assert engine._append(memory, 1, 1, 2.5, bytes(room - 20)) == -1
     assert bytes(memory[:]) == before
     assert engine._append(memory, 1, 1, 2.5, bytes(room - 26)) == len(memory) - 8
+
+
+def test_memory_is_ready_before_records_need_it(engine: ModuleType) -> None:
+    """Records that come one after the other, with time in between, cost no page faults."""
+    log = engine.Log()
+    due: list[Callable[[], None]] = []
+    log.when_used = lambda: due.append(log.make_ready)
+    log.make_ready()
+    had = log.memory_nbytes
+    for number in range(3_000):
+        log.append(1, number, bytes(1000))
+        assert log.end <= had - 24_000, "a record reached memory that was not ready long before"
+        while due:
+            due.pop()()
+            had = log.memory_nbytes
+    assert had < log.end + (128 << 10)
+    assert [record.session for record in log] == list(range(3_000))
+    log.close()
+
+
+def test_a_long_log_is_noticed_once_whether_or_not_memory_is_ready(engine: ModuleType) -> None:
+    log = engine.Log()
+    noticed: list[str] = []
+    log.when_used = lambda: noticed.append("used")
+    log.expect(log.end + 100_000, lambda: noticed.append("long"))
+    for _ in range(90):
+        log.append(1, 1, bytes(1000))
+    assert noticed == ["used"]  # and is not told again, because nobody did anything about it
+    for _ in range(90):
+        log.append(1, 1, bytes(1000))
+    assert noticed.count("long") == 1
+    log.clear()
+    for _ in range(180):
+        log.append(1, 1, bytes(1000))
+    assert noticed.count("long") == 1
+    log.close()

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 
 __all__ = [
+    "MADV_POPULATE_WRITE",
     "before_unmap",
     "forget_pages",
     "is_locked",
@@ -30,7 +31,8 @@ __all__ = [
 
 _MADV_DONTNEED = 4
 _MADV_POPULATE_READ = 22  # Linux 5.14
-_MADV_POPULATE_WRITE = 23
+#: For ``mmap.mmap.madvise``: fill the page tables of a range for writing. As old as the one above.
+MADV_POPULATE_WRITE = 23
 _MAP_NORESERVE = 0x4000
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -105,7 +107,7 @@ def populate_write(address: int, nbytes: int) -> int:
 
     Returns 0, or an errno (EINVAL: the kernel is too old).
     """
-    return _advise(address, nbytes, _MADV_POPULATE_WRITE)
+    return _advise(address, nbytes, MADV_POPULATE_WRITE)
 
 
 def forget_pages(address: int, nbytes: int) -> None:

@@ -13,6 +13,7 @@ import gc
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 
 from torchstore_core.machine.processes import ProcessWatch
 from torchstore_core.server.keeping.log import Log
@@ -31,6 +32,10 @@ _AT_ONCE = 24 << 20
 # A server that has recorded no more since the last look has no use for memory to write to.
 _IDLE = 1 << 20
 _FIRST_OTHER_FD = 3
+
+
+def _soon(call: Callable[[], None]) -> None:
+    asyncio.get_running_loop().call_soon(call)
 
 
 class Compaction:
@@ -77,12 +82,11 @@ class Compaction:
     def _expect_more(self) -> None:
         """Look again when so much has come that the next look would be late."""
         log = self._controller.log
-        log.limit = log.end - self._behind + self._most + _AT_ONCE
-        log.when_long = self._soon
-
-    def _soon(self) -> None:
-        # The request that was recorded is executed first: the state must include it.
-        asyncio.get_running_loop().call_soon(self.begin)
+        # The request that was recorded is executed and answered first: the state must include it,
+        # and nobody waits for memory.
+        log.expect(log.end - self._behind + self._most + _AT_ONCE, partial(_soon, self.begin))
+        log.when_used = partial(_soon, log.make_ready)
+        log.make_ready()
 
     def look(self) -> None:
         """Begin if it is due, or give back memory that is not needed. From time to time, on the
@@ -165,8 +169,7 @@ class Compaction:
     def _go_on(self) -> None:
         """With what has been recorded meanwhile, which may be too much already."""
         self._expect_more()
-        log = self._controller.log
-        if log.end > log.limit:
+        if self._behind > self._most + _AT_ONCE:
             self.begin()
 
     def close(self) -> None:
