@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.support import running_store
+from tests.unit.plugins.test_plugins import TRANSPORTS, Site
 
 from torchstore_cli.doctor.links import numa_notes
 from torchstore_core.contracts.transport import Bid, LinkContext, TransportSpec
@@ -25,7 +26,7 @@ from torchstore_core.plugins.calibration import (
 from torchstore_core.plugins.ranking import Policy, rank
 from torchstore_core.plugins.surroundings import Surroundings, differences
 
-from .test_cli import Result, torchstore
+from .test_cli import Result, _python_path, installed, torchstore
 
 LINK = ("shm", "here", "there", "loopback")
 
@@ -56,6 +57,57 @@ async def test_every_transport_is_measured_and_later_bids_say_so(tmp_path: Path)
         (bid,) = [b for b in json.loads(doctor.out)["link"]["bids"] if b["transport"] == "shm"]
         assert "figures measured here on" in bid["reason"]
         assert bid["latency_s"] in {line["latency_s"] for line in shm}
+
+
+BIDS = """
+@hookimpl
+def torchstore_transport():
+    bid = lambda context: Bid(1.0, 1e6, "it")
+    return TransportSpec({name!r}, bid=bid, client=CLIENT, server=SERVER, max_bytes=MOST)
+
+CLIENT = "torchstore_transports.shm.link:ShmLink"
+SERVER = "torchstore_transports.shm.server:ShmServer"
+MOST = None
+"""
+
+
+async def test_what_is_not_measured_is_named_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every transport that is installed here or offered there, to every volume."""
+    there, here = Site(tmp_path / "there"), Site(tmp_path / "here")
+    for site in (there, here):
+        site.path.mkdir()
+    common = {"little": BIDS + "MOST = 1000", "no_link": BIDS + "CLIENT = 'nowhere:Link'"}
+    there.install("acme", TRANSPORTS, only_there=BIDS, **common)
+    here.install("acme", TRANSPORTS, broken="import nowhere", **common)
+    monkeypatch.setenv("PYTHONPATH", _python_path(tmp_path / "there"))
+    async with running_store(num_storage_volumes=2) as store:
+        result = await installed(
+            *("bench", "--transports", "--size", "1MiB", "--json", "--address", store.address),
+            PYTHONPATH=_python_path(tmp_path / "here"),
+            TORCHSTORE_BLOCK=os.environ["TORCHSTORE_BLOCK"] + ",monarch-rpc",
+        )
+        assert result.status == 0, result.err
+        assert await store.keys() == []
+    report = json.loads(result.out)
+    lines = {(one["transport"], one["volume"]): one for one in report["lines"]}
+    names = {"shm", "inline", "tcp", "gloo", *("only_there", "broken", "little", "no_link")}
+    assert names <= {name for name, _ in lines}
+    assert len(report["lines"]) == len(lines) == 2 * len({name for name, _ in lines})
+
+    def why(name: str, volume: int = 0) -> str:
+        return str(lines[name, f"torchstore-{volume}"]["error"])
+
+    assert lines["shm", "torchstore-0"]["error"] is None
+    assert "its strategy chooses" in why("shm", 1)  # the default one takes the first volume
+    assert "in control messages" in why("inline")
+    for volume in (0, 1):
+        assert why("only_there", volume) == "it is not installed here"
+        assert why("little", volume) == "it takes at most 1,000 bytes"
+        assert why("gloo", volume) == why("monarch-rpc", volume) == "blocked by configuration"
+        assert "No module named 'nowhere'" in why("broken", volume)
+    assert "nowhere" in why("no_link")
 
 
 async def test_save_needs_transports() -> None:

@@ -420,7 +420,7 @@ class BenchReport(msgspec.Struct, frozen=True):
 class TransportLine(msgspec.Struct, frozen=True):
     """One transport to one volume: the median rates of an in-place get and of a put of a large
     value, and the latency of a get of a value that is just too large for a message. ``error``: why
-    it could not be measured; then the figures are 0.
+    it was not measured; then the figures are 0.
     """
 
     transport: str

@@ -6,21 +6,25 @@ import asyncio
 import os
 import statistics
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 import torch
 
 import torchstore_core as ts
 from torchstore_cli.connection import choose_address
 from torchstore_cli.reports import TransportLine, TransportsReport
-from torchstore_core.errors import TransportError
+from torchstore_core.clients.session.session import Session
+from torchstore_core.contracts.transport import TransportSpec
+from torchstore_core.errors import PluginError, StoreTimeoutError, TransportError
 from torchstore_core.machine import topology
 from torchstore_core.plugins import calibration
 from torchstore_core.plugins.registry import Registry
 
 __all__ = ["fitted_latency", "measure_transports"]
 
+_TRANSPORTS = "torchstore.transports"
 _CHOICE = "TORCHSTORE_TRANSPORT"
 _ROUNDS = 5
 _SMALL_ROUNDS = 20
@@ -39,7 +43,8 @@ def measure_transports(
     *,
     save: bool,
 ) -> TransportsReport:
-    """Measure each installed transport to each volume of a store, from this process.
+    """Measure each transport to each volume of a store, from this process. The report names all
+    that are installed here or offered there; of those that were not measured, it says why.
 
     Args:
         address: the address of the store; None: a store that ends with this call.
@@ -49,7 +54,7 @@ def measure_transports(
         save: whether to save the results, so that they correct later bids.
 
     Raises:
-        TransportError: a get returned other bytes than were put.
+        PluginError: a get returned other bytes than were put.
         TorchStoreError: the store cannot be reached or is too small.
     """
     return asyncio.run(_measure(address, timeout, nbytes, progress, save=save))
@@ -65,17 +70,23 @@ async def _measure(
 ) -> TransportsReport:
     lines: list[TransportLine] = []
     measured: dict[calibration.Link, calibration.Calibration] = {}
+    offered: dict[str, list[str]] = {}
     async with _store(address, timeout, nbytes) as where:
-        specs = [spec for spec in Registry().transports() if not spec.in_band]
-        for spec in specs:
-            progress(spec.name)
-            with _chosen(spec.name):
+        registry = Registry()
+        names = registry.installed(_TRANSPORTS)
+        for name in names:
+            progress(name)
+            with _chosen(name):
                 client = await ts.connect(where, store_name=_NAME, timeout=timeout)
             try:
-                async for line, there in _lines(client, spec.name, nbytes):
+                session = await client._joined.session(None)
+                places = {links.info.id: links.info.topology for links in session.volumes}
+                offered = {links.info.id: [*links.info.offers] for links in session.volumes}
+                async for line in _lines(client, session, _spec(registry, name), name, nbytes):
                     lines.append(line)
                     if line.error is None:
-                        link = calibration.link_of(spec.name, topology.probe(), there)
+                        there = places[line.volume]
+                        link = calibration.link_of(name, topology.probe(), there)
                         measured[link] = calibration.Calibration(
                             line.latency_s,
                             min(line.put_bytes_per_s, line.get_bytes_per_s),
@@ -83,8 +94,21 @@ async def _measure(
                         )
             finally:
                 await ts.shutdown(_NAME)
+    lines += [
+        TransportLine(name, volume, error="it is not installed here")
+        for volume, there in offered.items()
+        for name in sorted({*there}.difference(names))
+    ]
     saved = str(calibration.save(measured)) if save and measured else None
     return TransportsReport(address, nbytes, lines, saved)
+
+
+def _spec(registry: Registry, name: str) -> TransportSpec | None:
+    """The transport's description; None if it does not load, or is blocked."""
+    try:
+        return registry.transport(name)
+    except PluginError:
+        return None
 
 
 @asynccontextmanager
@@ -114,36 +138,60 @@ def _chosen(name: str) -> Iterator[None]:
 
 
 async def _lines(
-    client: ts.Client, name: str, nbytes: int
-) -> AsyncIterator[tuple[TransportLine, topology.Topology]]:
-    """Yield a line for each volume, and where the volume is."""
-    session = await client._joined.session(None)
-    places = {links.info.id: links.info.topology for links in session.volumes}
+    client: ts.Client, session: Session, spec: TransportSpec | None, name: str, nbytes: int
+) -> AsyncIterator[TransportLine]:
+    """Yield a line for each volume: what was measured, or why nothing was."""
     left: set[str] = set()
-    for entry in await client.explain(nbytes):
-        refusal = entry["refusals"].get(name)
+    for links, entry in zip(session.volumes, await client.explain(nbytes), strict=True):
+        refusal = _refusal(spec, entry, name, links.lost)
         if refusal is not None:
-            yield TransportLine(name, entry["volume"], error=refusal), places[entry["volume"]]
+            yield TransportLine(name, entry["volume"], error=refusal)
         else:
             left.add(entry["volume"])
     prefix = f"torchstore-bench/{os.getpid()}/"
+    tries = _TRIES_PER_VOLUME * len(left)
+    failed = f"the store put none of {tries} values there: its strategy chooses, and the room left"
     try:
-        for number in range(_TRIES_PER_VOLUME * len(left)):
+        for number in range(tries):
             if not left:
                 return
             key = f"{prefix}{number}"
             value = torch.randint(256, (nbytes,), dtype=torch.uint8)
-            first = await _timed(client.put(key, value))
+            try:
+                first = await _timed(client.put(key, value))
+            except (TransportError, StoreTimeoutError) as error:
+                failed = error.message
+                break
             volume = str((await client.stat(key)).volume)
-            if volume in left:
-                left.discard(volume)
-                yield await _line(client, name, volume, key, value, first), places[volume]
-    except TransportError as error:
+            if volume not in left:
+                continue
+            left.discard(volume)
+            try:
+                yield await _line(client, name, volume, key, value, first)
+            except (TransportError, StoreTimeoutError) as error:
+                yield TransportLine(name, volume, error=error.message)
         for volume in sorted(left):
-            yield TransportLine(name, volume, error=error.message), places[volume]
+            yield TransportLine(name, volume, error=failed)
     finally:
         for key in await client.keys(prefix):
             await client.delete(key)
+
+
+def _refusal(
+    spec: TransportSpec | None, entry: Mapping[str, Any], name: str, lost: str
+) -> str | None:
+    """Why a transport to a volume is not measured; None if it can be."""
+    if lost:
+        return f"the volume is lost: {lost}"
+    if name in entry["refusals"]:
+        return str(entry["refusals"][name])
+    if spec is None:
+        return "it does not load"
+    if spec.in_band:
+        return "it carries small values in control messages: `torchstore bench` measures those"
+    if spec.max_bytes is not None and entry["nbytes"] > spec.max_bytes:
+        return f"it takes at most {spec.max_bytes:,} bytes"
+    return None
 
 
 async def _line(
@@ -156,9 +204,7 @@ async def _line(
     into = torch.empty_like(value)
     gets = [await _timed(client.get(key, into)) for _ in range(_ROUNDS)]
     if not torch.equal(into, value):
-        raise TransportError(
-            f"{name} brought other bytes than were put: please report this", key=key
-        )
+        raise PluginError(f"{name} brought other bytes than were put: please report this", key=key)
     puts: list[float] = []
     for _ in range(_ROUNDS):
         seconds = await _timed(client.put(key, value))
