@@ -27,6 +27,9 @@ from torchstore_core.server.serving.listening import raise_descriptor_limit
 from torchstore_core.server.serving.members import Members
 
 _M_MMAP_THRESHOLD = -3
+# Other C libraries have neither.
+_MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None)
+_MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
 #: How many new objects trigger a garbage collection: more than a put of 18,000 entries creates.
 _COLLECT_EVERY = 100_000
 
@@ -94,9 +97,14 @@ def _return_large_blocks() -> None:
     """Make glibc return freed message buffers to the system. By default, its threshold for doing so
     grows with the first large buffer, and the server would keep tens of megabytes for ever.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 128 << 10)
+    if _MALLOPT is not None:
+        _MALLOPT(_M_MMAP_THRESHOLD, 128 << 10)
+
+
+def _return_heap() -> None:
+    """Make glibc return what its heap has free: the search for plug-ins left half a megabyte."""
+    if _MALLOC_TRIM is not None:
+        _MALLOC_TRIM(0)
 
 
 async def _main(
@@ -122,6 +130,7 @@ async def _main(
     try:
         _end_with_others(options, server, keeper)
         say(Ready(address, os.getpid()))
+        _return_heap()
         await server.serve()
     finally:
         await server.close()

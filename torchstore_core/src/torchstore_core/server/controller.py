@@ -12,7 +12,7 @@ import time
 from bisect import bisect_left
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -60,9 +60,11 @@ from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.reads import Reads
 from torchstore_core.server.repairing.drains import Drains
 from torchstore_core.server.repairing.repairs import Repairs, StartsCopier
-from torchstore_core.server.spilling.moves import Mover
 from torchstore_core.server.spilling.spilling import Spilling
 from torchstore_core.wire import messages as m
+
+if TYPE_CHECKING:
+    from torchstore_core.server.spilling.moves import Mover
 
 __all__ = ["Controller"]
 

@@ -45,13 +45,12 @@ from torchstore_core.server.serving.holding import grace_s, is_holder
 from torchstore_core.server.serving.journal import Refusals
 from torchstore_core.server.serving.listening import Listener, speaking
 from torchstore_core.server.serving.members import Members, is_member
-from torchstore_core.server.spilling.moves import Mover
-from torchstore_core.server.spilling.spill_file import SpillFile
 from torchstore_core.wire import messages as m
 
 if TYPE_CHECKING:
     from torchstore_core.server.keeping.compaction import Compaction
     from torchstore_core.server.keeping.returning import Returning
+    from torchstore_core.server.spilling.spill_file import SpillFile
 
 __all__ = ["Ready", "Server", "ServerOptions"]
 
@@ -205,6 +204,8 @@ class Server:
                 "that has its volumes in its own process spills yet (runtime local, or ranks of "
                 "one host)"
             )
+        from torchstore_core.server.spilling.spill_file import SpillFile
+
         keeper = self._keeper
         if keeper is None:
             return SpillFile(options.spill, options.spill_capacity)
@@ -257,6 +258,8 @@ class Server:
         self.handshakes = Handshakes(volumes)
         mover = None
         if self._spill_file is not None:
+            from torchstore_core.server.spilling.moves import Mover
+
             memories = [volume.memory.fd for volume in self._volumes]
             soon = functools.partial(call_from_thread, self._loop)
             mover = Mover(self._spill_file, volumes, memories, soon)

@@ -12,17 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from torchstore_core.errors import ProtocolError, StoreFullError
 from torchstore_core.server.index.records import Value
 from torchstore_core.server.spilling.delays import Delayed
-from torchstore_core.server.spilling.moves import Mover
 from torchstore_core.server.spilling.policy import State, Tracked
 from torchstore_core.server.spilling.spill_file import Extent
 from torchstore_core.server.spilling.spilling import Spilling
+
+if TYPE_CHECKING:
+    from torchstore_core.server.spilling.moves import Mover
 
 __all__ = ["RecordedSpilling"]
 

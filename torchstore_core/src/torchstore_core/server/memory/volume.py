@@ -19,7 +19,6 @@ from torchstore_core.errors import (
 )
 from torchstore_core.machine import networks, topology
 from torchstore_core.plugins.registry import Registry, load_class
-from torchstore_core.plugins.surroundings import surroundings
 from torchstore_core.server.memory.isolated import IsolatedServer
 from torchstore_core.server.memory.segment import SegmentMemory
 from torchstore_core.wire import messages as m
@@ -161,6 +160,8 @@ class Volume:
             TransportError: the half failed; any exception that it raises becomes this error.
         """
         if not transport:  # the volume itself is asked
+            from torchstore_core.plugins.surroundings import surroundings
+
             around = await asyncio.to_thread(surroundings, self._registry)
             return msgspec.msgpack.encode(around)
         half = self._halves.get(transport)

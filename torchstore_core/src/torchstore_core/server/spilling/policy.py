@@ -19,12 +19,15 @@ import heapq
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from torchstore_core.server.index.records import Value
 from torchstore_core.server.memory.allocator import rounded
-from torchstore_core.server.spilling.spill_file import Extent
+
+if TYPE_CHECKING:
+    from torchstore_core.server.spilling.spill_file import Extent
 
 __all__ = ["Residency", "State", "Ticket", "Tracked"]
 

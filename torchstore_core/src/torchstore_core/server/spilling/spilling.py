@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from torchstore_core import moments
 from torchstore_core.errors import ConfigurationError, ObjectLostError, StoreFullError
@@ -17,9 +18,11 @@ from torchstore_core.server.index.catalog import Catalog
 from torchstore_core.server.index.records import Txn, Value
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.spilling.delays import Delayed, RoomQueue
-from torchstore_core.server.spilling.moves import Mover
 from torchstore_core.server.spilling.policy import Residency, State, Ticket, Tracked
 from torchstore_core.wire import messages as m
+
+if TYPE_CHECKING:
+    from torchstore_core.server.spilling.moves import Mover
 
 __all__ = ["Spilling"]
 
