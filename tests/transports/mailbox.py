@@ -64,6 +64,7 @@ class MailboxServer(TransportServer):
         self._odd: dict[bytes, str] = {}
         self._written = 0
         self._let_go = asyncio.Event()
+        self._asked = 0  # how often it was asked for what is stuck
 
     async def start(self, context: ServerContext, segments: Sequence[Segment]) -> bytes:
         self._segments = {segment.id: segment for segment in segments}
@@ -77,6 +78,8 @@ class MailboxServer(TransportServer):
                 return str(os.getpid()).encode()
             case "written":
                 return str(self._written).encode()
+            case "asked":
+                return str(self._asked).encode()
             case "die":
                 os._exit(1)
             case "hang":
@@ -91,7 +94,7 @@ class MailboxServer(TransportServer):
             case "disconnect fails" | "disconnect hangs" | "close fails":
                 self._odd[peer] = letter.what
                 return b""
-            case "no count" | "count hangs" | "slow":
+            case "no count" | "count hangs" | "slow" | "thread hangs" | "threads are late":
                 self._odd[peer] = letter.what
                 return b""
             case "details":
@@ -136,6 +139,11 @@ class MailboxServer(TransportServer):
         if "count hangs" in self._odd.values():
             time.sleep(1000)
         return self._segments[segment].nbytes if self._peers else 0
+
+    def stuck(self) -> list[int]:
+        self._asked += 1
+        odd = self._odd.values()
+        return [0] if "thread hangs" in odd else [self._asked] if "threads are late" in odd else []
 
     async def close(self) -> None:
         if "close fails" in self._odd.values():

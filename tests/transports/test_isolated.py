@@ -100,21 +100,37 @@ async def test_handshakes_of_a_client_that_disconnects_end(
 _ISOLATED = "torchstore_core.server.memory.isolated"
 
 
-@pytest.mark.parametrize("how", ["hang", "count hangs", "stopped"])
+@pytest.mark.parametrize("how", ["hang", "count hangs", "stopped", "thread hangs"])
 async def test_a_half_that_hangs_is_replaced(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a handshake, in what it says with each answer, or when nobody has asked it anything."""
     async with _half() as half:
         with monkeypatch.context() as soon:
             soon.setattr(f"{_ISOLATED}._PAUSE_S", 0.3)
             before = await half.pid()
-            if how == "stopped":
-                os.kill(before, signal.SIGSTOP)
+            if how in ("stopped", "thread hangs"):
+                if how == "stopped":
+                    os.kill(before, signal.SIGSTOP)
+                else:  # its event loop goes on answering
+                    await half.ask(Letter(how))
                 await until(lambda: not Path(f"/proc/{before}").exists(), 20)
             else:
                 with pytest.raises(ts.TransportError, match="has died"):
                     await asyncio.wait_for(half.ask(Letter(how)), 20)
         assert half.server.registered(0) == 0
         assert int(await half.ask(Letter("who"), b"other")) == await half.pid() != before
+
+
+async def test_calls_that_are_late_but_return_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with _half() as half:
+        monkeypatch.setattr(f"{_ISOLATED}._PAUSE_S", 0.05)
+        before = await half.pid()
+        await half.ask(Letter("threads are late"))
+
+        async def was_asked() -> bool:
+            return int(await half.ask(Letter("asked"))) > 5
+
+        await until(was_asked, 20)
+        assert await half.pid() == before
 
 
 @pytest.mark.parametrize("ends", [True, False])

@@ -6,12 +6,15 @@ import asyncio
 import os
 import signal
 import threading
+import time
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from tests.processes import Script, run_script
 from tests.support import bits, running_store, until
+from tests.transports.faults.frozen import frozen, newest_thread
 
 import torchstore_core as ts
 from torchstore_core.testing import leftovers
@@ -161,6 +164,30 @@ async def test_the_server_half_is_killed_in_the_middle() -> None:
         got = torch.zeros_like(sent)
         await client.get("big", got)
         assert torch.equal(got, sent)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("fabric", ["tcp"], indirect=True)  # others need no thread of the half
+async def test_a_half_whose_polling_thread_hangs_is_replaced() -> None:
+    """Its event loop answers, so that only the half itself can know."""
+    async with running_store(**{**_RDMA, "block": []}) as client:
+        sent = torch.arange(4 * MB)
+        await client.put("t", sent)
+        (half,) = [pid for pid in _processes() if b"isolated" in _command(pid)]
+        with frozen(newest_thread(half)), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            begun = time.monotonic()
+            got = torch.zeros_like(sent)
+            await client.get("t", got, timeout=9)
+            assert torch.equal(got, sent)
+            await until(lambda: not Path(f"/proc/{half}/fd/0").exists(), 40)
+            assert time.monotonic() - begun < 30
+
+            async def again() -> bool:
+                await client.get("t", got)
+                return await _uses_rdma(client)
+
+            await until(again, 30)
 
 
 async def test_a_forked_child_uses_something_else_and_leaves_its_parent_alone() -> None:

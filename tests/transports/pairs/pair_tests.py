@@ -18,6 +18,7 @@ import torch
 from tests.processes import Script, run_script
 from tests.strangers import Strangers, listening
 from tests.support import SMALL, bits, halt, running_store, start_store, until
+from tests.transports.faults.frozen import frozen, newest_thread
 
 import torchstore_core as ts
 from torchstore_core.contracts.transport import Copy
@@ -329,6 +330,31 @@ class PairTests:
             finally:
                 os.kill(half, signal.SIGCONT)
             await until(lambda: self._used_again(client), 30)
+
+    @pytest.mark.soak
+    async def test_a_half_of_which_one_thread_hangs_is_replaced(self) -> None:
+        """Its event loop answers, and its clients have new pairs: only its thread is missing."""
+        async with running_store(prefer=[self.name], capacity=_ROOM) as client:
+            await client.put("large", torch.full((_LARGE,), 3, dtype=torch.uint8))
+            half = await self.half_pid(client)
+            into = torch.zeros(_LARGE, dtype=torch.uint8)
+            for _ in range(20):  # until it is frozen in the middle
+                getting = asyncio.ensure_future(client.get("large", into.zero_(), timeout=9))
+                await until(lambda get=getting: int(into[0]) == 3 or get.done(), 20)
+                with frozen(newest_thread(half)), warnings.catch_warnings():
+                    warnings.simplefilter("ignore", RuntimeWarning)
+                    if (await asyncio.wait([getting], timeout=1))[0]:
+                        continue
+                    begun = time.monotonic()
+                    await getting
+                    assert time.monotonic() - begun < 9
+                    assert int(into.sum(dtype=torch.int64)) == 3 * _LARGE
+                    await until(lambda: not Path(f"/proc/{half}/fd/0").exists(), 40)
+                    assert time.monotonic() - begun < TIMEOUT_S + 15
+                    await until(lambda: self._used_again(client), 30)
+                    assert await self.half_pid(client) != half
+                    return
+            raise AssertionError("every get was over before a thread of its half was frozen")
 
     async def test_a_killed_client_leaves_nothing(self) -> None:
         async with self.store() as client:

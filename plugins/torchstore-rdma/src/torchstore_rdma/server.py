@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Hashable, Sequence
 
 import msgspec
 
@@ -36,6 +36,8 @@ _LEAST_STEP = 256 << 20
 _LEAST = 16 << 20
 # A transfer that needs the server half (over TCP) may be noticed this late if nobody says so.
 _LONGEST_PAUSE_S = 50e-3
+# How long it may take to look for what clients want, and to end a connection.
+_LONGEST_S = 12.0
 
 
 class _Connection:
@@ -97,6 +99,8 @@ class RdmaServer(TransportServer):
             weakref.WeakValueDictionary()
         )
         self._polling: threading.Thread | None = None
+        self._polled_at = 0.0
+        self._closing: dict[object, float] = {}  # connections, and when their end has begun
         self._pace = Pace(_LONGEST_PAUSE_S)
         self._closed = False
 
@@ -141,6 +145,13 @@ class RdmaServer(TransportServer):
         ]
         return max(ends, default=0)
 
+    def stuck(self) -> Collection[Hashable]:
+        late = time.monotonic() - _LONGEST_S
+        found = [one for one, begun in list(self._closing.items()) if begun < late]
+        if self._polling is not None and not self._closed and self._polled_at < late:
+            found.append(self._polled_at)
+        return found
+
     async def close(self) -> None:
         self._closed = True
         await self._end(list(self._connections))
@@ -157,6 +168,7 @@ class RdmaServer(TransportServer):
         made = await asyncio.to_thread(_Connection, hello, place, self._segments, pins=self._pins)
         self._connections[peer, hello.connection] = made
         if self._polling is None:
+            self._polled_at = time.monotonic()
             self._polling = threading.Thread(target=self._poll, name="rdma-poll", daemon=True)
             self._polling.start()
         self._pace.hurry()  # the client connects next
@@ -165,11 +177,18 @@ class RdmaServer(TransportServer):
     async def _end(self, which: Sequence[tuple[bytes, str]]) -> None:
         gone = [one for at in which if (one := self._connections.pop(at, None)) is not None]
         if gone:
-            await asyncio.to_thread(_close, gone)
+            await asyncio.to_thread(self._close, gone)
+
+    def _close(self, connections: Sequence[_Connection]) -> None:
+        for connection in connections:
+            self._closing[connection] = time.monotonic()
+            connection.close()
+            del self._closing[connection]
 
     def _poll(self) -> None:
         """In a thread: over TCP, a transfer needs this side, too."""
         while not self._closed:
+            self._polled_at = time.monotonic()
             connections = list(self._connections.values())
             if not connections:
                 time.sleep(_LONGEST_PAUSE_S)
@@ -178,11 +197,6 @@ class RdmaServer(TransportServer):
                 connection.progress()
             del connection
             self._pace.wait(len(connections))
-
-
-def _close(connections: Sequence[_Connection]) -> None:
-    for connection in connections:
-        connection.close()
 
 
 def registered_end(need: int, segment: Segment) -> int:

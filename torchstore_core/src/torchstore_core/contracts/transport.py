@@ -41,7 +41,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterator, Sequence
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
@@ -126,7 +126,8 @@ class TransportSpec(msgspec.Struct, frozen=True):
             library needs torch, starts many threads, or may crash. The first handshake starts the
             process, and the result of its ``start`` is not used. If the process dies, the
             transport's links fail, and the next handshake starts it again; nothing else is
-            affected. A process whose event loop hangs for 20 s is killed.
+            affected. A process whose event loop hangs for 20 s is killed; one of which another
+            thread hangs, if the half says so (:meth:`TransportServer.stuck`).
         offer: a cheap function that returns the offer of an isolated half, without its process;
             None: the offer is empty. Whatever depends on the process belongs in the handshake.
         loop_bound: the link belongs to the event loop that connected it (sockets on asyncio).
@@ -231,6 +232,14 @@ class TransportServer(ABC):
         client disconnects.
         """
         return 0
+
+    def stuck(self) -> Collection[Hashable]:
+        """Return a name for each call of a library that is under way in another thread and should
+        have returned long ago, for an isolated half whose event loop answers although what moves
+        the bytes hangs. It is called every 5 s; a process of which the same call is named twice in
+        succession is ended, and started again.
+        """
+        return ()
 
     @abstractmethod
     async def close(self) -> None:

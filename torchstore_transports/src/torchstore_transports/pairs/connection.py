@@ -21,6 +21,8 @@ __all__ = ["PairConnection"]
 # Messages, and groups of them, that are under way at a time: one moves while others are prepared.
 _WINDOW = 8
 _GROUPS = 3
+# How long a library may take to end a pair.
+_KILL_S = 5.0
 
 
 class _Sent:
@@ -146,7 +148,8 @@ class PairConnection:
         """End the pair. When this returns, it touches no memory any more; threads in its other
         methods raise, though maybe not at once. Idempotent.
         """
-        self._pair.kill()
+        with in_library(_KILL_S):
+            self._pair.kill()
         with self._lock:
             self._killed = True
         self._pair = _Ended()  # the library frees its resources when no thread waits any more
@@ -162,11 +165,13 @@ class PairConnection:
         tensor, staged = self._tensor(message)
         if message is not None and staged is not None:
             self._copy(message, staged, gather=True)
-        return _Sent(self._pair.send(tensor), staged)
+        with in_library(TIMEOUT_S):  # it may begin to write in this thread
+            return _Sent(self._pair.send(tensor), staged)
 
     def _receive(self, message: Message | None) -> _Received:
         tensor, staged = self._tensor(message)
-        return _Received(self._pair.receive(tensor), staged, message)
+        with in_library(TIMEOUT_S):
+            return _Received(self._pair.receive(tensor), staged, message)
 
     def _tensor(self, message: Message | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the tensor to send or receive, and the staging memory that it lies in, if any."""

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
@@ -20,7 +20,7 @@ from torchstore_core.errors import (
 from torchstore_core.machine.virtual_memory import map_shared, unmap
 from torchstore_transports.pairs import protocol as p
 from torchstore_transports.pairs.addresses import meeting_addresses
-from torchstore_transports.pairs.threads import in_thread
+from torchstore_transports.pairs.threads import in_thread, overdue
 
 if TYPE_CHECKING:
     from torchstore_transports.pairs.connection import PairConnection
@@ -174,6 +174,10 @@ class PairServer(TransportServer):
             await self._give_up(numbers)
         if ending := [one for one, whose in self._ending.items() if whose == peer]:
             await asyncio.wait(ending)  # pairs that the client has given up itself
+
+    def stuck(self) -> Collection[Hashable]:
+        """See ``contracts.transport``."""
+        return overdue()
 
     async def close(self) -> None:
         """See ``contracts.transport``."""

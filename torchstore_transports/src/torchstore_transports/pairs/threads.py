@@ -10,12 +10,12 @@ import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-__all__ = ["Turns", "before_exit", "in_library", "in_thread", "retrieve"]
+__all__ = ["Turns", "before_exit", "in_library", "in_thread", "overdue", "retrieve"]
 
 T = TypeVar("T")
 
@@ -62,6 +62,12 @@ def in_library(most_s: float) -> Iterator[None]:
         yield
     finally:
         _running[thread] = 0.0
+
+
+def overdue() -> list[Hashable]:
+    """Name the waits inside of libraries that should be over: see ``TransportServer.stuck``."""
+    now = time.monotonic()
+    return [(thread, over) for thread, over in list(_running.items()) if 0 < over < now]
 
 
 def _end_all() -> None:

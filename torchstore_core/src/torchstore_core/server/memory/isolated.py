@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import msgspec
@@ -68,7 +68,7 @@ class _Order(msgspec.Struct, frozen=True):
 
 class _Ask(msgspec.Struct, frozen=True, array_like=True):
     """A call of a method of the half: ``start``, ``handshake``, ``disconnect`` or ``close``; or
-    ``alive``, which calls none.
+    ``alive``, which only asks it for what is ``stuck``.
     """
 
     id: int
@@ -357,9 +357,16 @@ async def _serve(order: _Order) -> None:
     sending = asyncio.Lock()
     tasks: set[asyncio.Task[None]] = set()
     handshakes: dict[bytes, set[asyncio.Task[None]]] = {}  # handshakes, by their client
+    stuck: frozenset[Hashable] = frozenset()  # calls of the library, as the half said last
 
     async def call(ask: _Ask) -> object:
+        nonlocal stuck
         match ask.method:
+            case "alive":
+                before, stuck = stuck, frozenset(half.stuck())
+                if before & stuck:
+                    log.critical("a call of the library of %s hangs: its process ends", order.half)
+                    os._exit(1)
             case "start":
                 return await half.start(order.context, order.segments)
             case "handshake":
