@@ -67,9 +67,23 @@ def runtime_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(directory) / "torchstore"
 
 
+# What is loaded for seconds is blocked here as in all tests (see the root's conftest.py), unless a
+# test is about all that is installed: it gives this environment.
+EVERYTHING = {"TORCHSTORE_BLOCK": ""}
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a variable of this process is about stores, and not which transports tests see."""
+    return name.startswith("TORCHSTORE_") and name != "TORCHSTORE_BLOCK"
+
+
 def _environment(changes: Mapping[str, str]) -> dict[str, str]:
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHSTORE_")}
+    inherited = {k: v for k, v in os.environ.items() if not _is_ours(k)}
     return {**inherited, **changes}
+
+
+def _also_blocked(*names: str) -> str:
+    return ",".join(filter(None, [*names, os.environ.get("TORCHSTORE_BLOCK", "")]))
 
 
 async def torchstore(*arguments: str, **environment: str) -> Result:
@@ -80,7 +94,7 @@ async def torchstore(*arguments: str, **environment: str) -> Result:
 def _call(arguments: Sequence[str], environment: Mapping[str, str]) -> Result:
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
-        for name in [name for name in os.environ if name.startswith("TORCHSTORE_")]:
+        for name in filter(_is_ours, [*os.environ]):
             patch.delenv(name)
         for name, value in environment.items():
             patch.setenv(name, value)
@@ -622,7 +636,7 @@ async def test_serve_that_cannot_start(runtime_directory: Path):
 
 
 async def test_doctor_without_a_store(runtime_directory: Path):
-    result = await torchstore("doctor", "--json")
+    result = await torchstore("doctor", "--json", **EVERYTHING)
     assert (result.status, result.err) == (0, "")
     report = result.json
     assert (report["ok"], report["problems"], report["stores"]) == (True, [], [])
@@ -652,9 +666,9 @@ async def test_doctor_without_a_store(runtime_directory: Path):
     assert plugins["torchstore.runtimes", "local"]["state"] == "ok"
 
 
-@pytest.mark.parametrize("width", [80, 120])
-async def test_doctor_for_people(width: int, store: ts.Client):
-    result = await torchstore("doctor", COLUMNS=str(width))
+@pytest.mark.parametrize(("width", "loaded"), [(80, EVERYTHING), (120, {})], ids=["80", "120"])
+async def test_doctor_for_people(width: int, loaded: dict[str, str], store: ts.Client):
+    result = await torchstore("doctor", COLUMNS=str(width), **loaded)
     assert result.status == 0
     assert result.lines[-1] == "✓ a store works here"
     assert all(len(line) <= width or store.address in line for line in result.lines)
@@ -667,8 +681,7 @@ async def test_doctor_for_people(width: int, store: ts.Client):
 
 async def test_doctor_with_a_store(store: ts.Client):
     explained = await store.explain()
-    apart = os.environ.get("TORCHSTORE_BLOCK", "")  # as the store and its clients here
-    doctor = await torchstore("doctor", "--json", TORCHSTORE_BLOCK=apart)
+    doctor = await torchstore("doctor", "--json")
     (report,) = doctor.json["stores"]
     assert (report["address"], report["error"]) == (store.address, None)
     assert report["pid"] == (await store.status()).controller_pid
@@ -684,14 +697,12 @@ async def test_doctor_with_a_store(store: ts.Client):
 
 async def test_doctor_finds_what_stops_a_store(store: ts.Client):
     async def problems(*arguments: str, **environment: str) -> str:
-        # To connect rdma, whose library takes a while to load, is not what this is about.
-        given = {"TORCHSTORE_BLOCK": "rdma", **environment}
-        result = await torchstore("doctor", "--json", *arguments, **given)
+        result = await torchstore("doctor", "--json", *arguments, **environment)
         assert result.status == 1
         assert result.json["ok"] is False
         return "\n".join(result.json["problems"])
 
-    block = f"shm,tcp,{os.environ.get('TORCHSTORE_BLOCK', '')}"
+    block = _also_blocked("shm", "tcp")
     blocked = await problems(TORCHSTORE_BLOCK=block)
     assert "no transport moves large values" in blocked
     assert "shm: blocked" in blocked
@@ -732,8 +743,9 @@ async def test_doctor_names_broken_and_blocked_plugins(tmp_path: Path):
     assert "no_such_module" in acme["error"]
     human = await installed("doctor", PYTHONPATH=_python_path(tmp_path))
     assert any("acme-store" in line and "no_such_module" in line for line in human.lines)
+    block = _also_blocked("acme")
     blocked = await installed(
-        "doctor", "--json", PYTHONPATH=_python_path(tmp_path), TORCHSTORE_BLOCK="acme"
+        "doctor", "--json", PYTHONPATH=_python_path(tmp_path), TORCHSTORE_BLOCK=block
     )
     (acme,) = [p for p in blocked.json["plugins"] if p["name"] == "acme"]
     assert (acme["state"], acme["error"]) == ("blocked", None)
@@ -898,10 +910,10 @@ for command in json.loads(sys.argv[1]):
 """
 
 
-def _torch_free(source: str, *commands: str) -> Result:
+def _torch_free(source: str, *commands: str, **environment: str) -> Result:
     done = subprocess.run(
         [sys.executable, "-c", source, json.dumps(commands)],
-        env=_environment({}),
+        env=_environment(environment),
         capture_output=True,
         text=True,
         timeout=30,
@@ -911,8 +923,9 @@ def _torch_free(source: str, *commands: str) -> Result:
 
 async def test_torch_is_not_imported(store: ts.Client):
     await store.put("w", torch.zeros(MB))
-    for commands in (("status", "ls --long", "stat w", "rm w", "doctor"), ("doctor --json",)):
-        status, _, err = await asyncio.to_thread(_torch_free, TORCH_FREE, *commands)
+    short = ("status", "ls --long", "stat w", "rm w", "doctor")
+    for commands, loaded in ((short, {}), (("doctor --json",), EVERYTHING)):
+        status, _, err = await asyncio.to_thread(_torch_free, TORCH_FREE, *commands, **loaded)
         assert (status, err) == (0, "")
     source = TORCH_FREE.replace("status = ", "import numpy; status = ")
     status, _, err = _torch_free(source, "--version")
