@@ -76,7 +76,8 @@ def _get_into(tensors: Sequence[torch.Tensor]) -> Batch:
     return batch
 
 
-async def test_what_follows_is_packed_while_a_part_moves(volume: Volume) -> None:
+@pytest.mark.parametrize("one_row", [False, True])
+async def test_what_follows_is_packed_while_a_part_moves(volume: Volume, one_row: bool) -> None:
     # A hole of a file is given a page when it is read, which shows that it has been packed.
     files = [open_memory(f"values {at}", EACH) for at in range(3)]
     try:
@@ -84,6 +85,8 @@ async def test_what_follows_is_packed_while_a_part_moves(volume: Volume) -> None
             torch.from_file(f"/proc/self/fd/{fd}", True, EACH, dtype=torch.uint8).view(SHAPE).t()
             for fd in files
         ]
+        if one_row:
+            tensors = [tensor[None] for tensor in tensors]
         link = await volume.link(Waiting)
         tensors[0].fill_(3)
         # Of each tensor, most is a part of its own, and the rest moves with the next tensor.

@@ -231,8 +231,11 @@ def _cut_tensor(move: TensorMove) -> Iterator[tuple[Move, int]]:
     each = nbytes // shape[0]
     most = -(-_PART // each)
     for first in range(0, shape[0], most):
-        some = tensor[first : first + most]
         there = offset + first * each
+        if most == 1:  # a row is a part, or several
+            yield from _cut_tensor(TensorMove(key, tensor[first], there, shape[1:], dtype))
+            continue
+        some = tensor[first : first + most]
         piece = TensorMove(key, some, there, tuple(some.shape), dtype)
         yield piece, some.numel() * dtype.itemsize
 
