@@ -93,7 +93,7 @@ async def run_tests(files: Sequence[str]) -> tuple[int, list[str]]:
     words += ["-c", os.devnull, f"--rootdir={Path.cwd()}", "--import-mode=importlib"]
     words += ["-o", "asyncio_mode=auto", "--noconftest", "--capture=no", "-q"]
     words += [word for name in _WITHOUT for word in ("-p", f"no:{name}")]
-    os.environ[ADDRESS] = f"unix:{session.volumes[0].context.control}"
+    os.environ[ADDRESS] = session.address
     try:
         code = await asyncio.to_thread(pytest.main, words, plugins=[plugin])
     finally:

@@ -80,7 +80,7 @@ class Pair:
             return await self.server.handshake(peer, request)
 
         here = self.topology
-        context = LinkContext(here, here, same_host, True, "", self.offer, ask)
+        context = LinkContext(here, here, same_host, True, self.offer, ask)
         return await RdmaLink.connect(self.offer, context)
 
     @property

@@ -24,7 +24,7 @@ _FAST = msgspec.structs.replace(_PLAIN, rdma_devices=("mlx5_0", "mlx5_1"))
 
 
 def _bid(client: object, volume: object, offer: bytes | None = None) -> Bid | Refusal:
-    context = LinkContext(client, volume, False, offer is not None, "", offer or b"")  # type: ignore[arg-type]
+    context = LinkContext(client, volume, False, offer is not None, offer or b"")  # type: ignore[arg-type]
     return torchstore_transport().bid(context)
 
 

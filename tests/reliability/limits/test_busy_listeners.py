@@ -81,16 +81,15 @@ async def _shm(path: str) -> object:
 
 
 async def _agent(path: str) -> object:
+    from torchstore_monarch.protocol import Offer
     from torchstore_monarch.rpc import link as rpc
+    from torchstore_monarch.rpc.wire import Admission
 
     async def handshake(request: bytes) -> bytes:
-        return b"ticket"
+        return msgspec.msgpack.encode(Admission(b"ticket", path))
 
-    os.symlink(path, f"{os.path.dirname(path)}/{rpc.AGENT}")
-    context = LinkContext(
-        HERE, HERE, same_host=False, offered=True, control=path, handshake=handshake
-    )
-    return await rpc.RpcLink.connect(b"v", context)
+    context = LinkContext(HERE, HERE, same_host=False, offered=True, handshake=handshake)
+    return await rpc.RpcLink.connect(msgspec.msgpack.encode(Offer("s", "v")), context)
 
 
 class _NoVolume:

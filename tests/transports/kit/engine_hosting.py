@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchstore_core.testing.transports.ends.host import Answer, Ask, Hosting, Opened
-from torchstore_monarch.actors.hosting import hosting
+from torchstore_monarch.actors.hosting import Host, hosting
 from torchstore_monarch.protocol import outcome
 from torchstore_monarch.rpc.forwarder import Forwarder
 from torchstore_monarch.rpc.server import RpcServer
@@ -34,15 +34,18 @@ class RpcHosting(Hosting):
     """A volume, and an agent in the same process."""
 
     async def open(self) -> Opened:
-        with hosting():
-            opened = await super().open()
         self._forwarder = Forwarder(self.order.directory)
+        with hosting(Host(self.order.store_name, self._agent_of)):
+            opened = await super().open()
         self._forwarder.volumes = {self.volume.id: _Actor(RpcServer.of(self.volume.id))}
         await self._forwarder.start()
         return opened
 
+    async def _agent_of(self, peer: bytes) -> str:
+        return self._forwarder.path
+
     async def open_another(self) -> Opened:
-        with hosting():
+        with hosting(Host(self.order.store_name, self._agent_of)):
             opened = await super().open_another()
         name = self.volumes[opened.volume].id
         self._forwarder.volumes[name] = _Actor(RpcServer.of(name))

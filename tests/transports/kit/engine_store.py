@@ -29,7 +29,7 @@ class _StoreSession(Session):
     def __init__(self, reach: Reach, store: str) -> None:
         super().__init__(reach)
         self._store = store
-        self._address = f"unix:{reach.control}"
+        self._address = reach.control
         self._session: StoreSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # the one that has opened it
 
@@ -98,7 +98,7 @@ async def _start(name: str, arguments: dict[str, Any]) -> Any:
     client = await ts.initialize(store_name=name, timeout=60, **arguments)
     session = await client._joined.session(10)
     (volume,) = session.volumes
-    return volume.info, volume.context.control
+    return volume.info, session.address
 
 
 def _segment(pid: int, volume: str) -> int:

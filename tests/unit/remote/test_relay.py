@@ -420,3 +420,18 @@ async def test_a_server_that_ends_is_told_once(relayed: Relayed) -> None:
 async def test_an_unknown_relay_is_told_so(relayed: Relayed) -> None:
     with pytest.raises(ts.StoreClosedError, match="unknown"):
         relayed.stage.call(relayed.relay_server.exchange, b"nobody", b"\x90")
+
+
+async def test_the_server_knows_which_relay_carries_a_client(relayed: Relayed) -> None:
+    """By the id that transports know; of its own clients, that it is none."""
+
+    def tokens() -> list[bytes | None]:
+        return [relayed.relay_server.token_of(session.peer) for session in sessions]
+
+    async with _direct(relayed):
+        await _client(relayed)
+        sessions = list(relayed.server.controller.sessions.values())
+        assert set(relayed.stage.call(tokens)) == {None, relayed.uplink.token}
+        await ts.shutdown(relayed.address)
+        await until(lambda: relayed.books()[0] == 1)
+        assert relayed.stage.call(tokens) == [None, None]

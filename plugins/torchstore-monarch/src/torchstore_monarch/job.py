@@ -24,7 +24,7 @@ from torchstore_core.machine import topology
 from torchstore_monarch.actors.core_thread import CoreThread
 from torchstore_monarch.actors.directory import Directory
 from torchstore_monarch.plugin import is_worker
-from torchstore_monarch.protocol import FoundStore, Placement, result
+from torchstore_monarch.protocol import FoundStore, Offer, Placement, result
 
 __all__ = ["as_store_actor", "directory", "end", "find", "rank", "use_this_actor", "volume_actor"]
 
@@ -47,8 +47,9 @@ _relays: dict[str, tuple[Any, str]] = {}
 _spare: list[Any] = []
 # Ends of stores that are under way, including those that nobody waits for any more.
 _ending: set[asyncio.Task[bool]] = set()
-# For each socket at which a store was found: the actors that have its volumes, by volume id.
-_volumes: dict[str, dict[str, Any]] = {}
+# For each store that was found, by its id: the address at which it was, and the actors that have
+# its volumes, by volume id.
+_volumes: dict[str, tuple[str, dict[str, Any]]] = {}
 
 
 async def directory() -> Any:
@@ -160,11 +161,10 @@ def rank() -> int | None:
     return _rank
 
 
-async def volume_actor(control: str, volume_id: str) -> Any | None:
-    """Return the actor that has a volume of the store that this process has found at the socket
-    ``control``; None if it has found none there.
-    """
-    return _volumes.get(control, {}).get(volume_id)
+def volume_actor(volume: Offer) -> Any | None:
+    """Return the actor that has that volume; None if this process has not found its store."""
+    _, actors = _volumes.get(volume.store_id, ("", {}))
+    return actors.get(volume.volume_id)
 
 
 async def find(store_name: str, timeout: float | None) -> str | None:
@@ -187,10 +187,10 @@ async def _find(store_name: str) -> str | None:
         relays = found.relays.get(here, ())
         there = [relay for relay in relays if _is_there(relay)]  # those whose process is alive
         address = there[0] if there else await _own_relay(found, controller, volumes)
-    for control in list(_volumes):  # a copy, because other threads change it meanwhile
-        if not _is_there(f"unix:{control}"):
-            _volumes.pop(control, None)
-    _volumes[address.partition(":")[2]] = volumes
+    for store_id, (at, _) in list(_volumes.items()):  # a copy, as other threads change it meanwhile
+        if not _is_there(at):
+            _volumes.pop(store_id, None)
+    _volumes[found.store_id] = address, volumes
     return address
 
 

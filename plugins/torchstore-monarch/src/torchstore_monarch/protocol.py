@@ -13,6 +13,7 @@ from torchstore_core.errors import (
     ConfigurationError,
     StoreClosedError,
     TorchStoreError,
+    TransportUnavailableError,
     from_wire,
 )
 from torchstore_core.plugins.strategy_data import encode_strategy
@@ -20,6 +21,7 @@ from torchstore_core.plugins.strategy_data import encode_strategy
 __all__ = [
     "ErrorData",
     "FoundStore",
+    "Offer",
     "Placement",
     "StoreRequest",
     "VolumePlan",
@@ -95,12 +97,33 @@ class FoundStore(msgspec.Struct, frozen=True):
     Args:
         host_id, address: the server's host, and its Unix socket there.
         relays: Unix sockets on other hosts, by host id; all those of a host are equivalent.
+        store_id: no other store of the job has or had it.
     """
 
     store_name: str
     host_id: str
     address: str
     relays: dict[str, list[str]]
+    store_id: str
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True):
+    """The offer of a volume's server halves: which volume it is, of which of the job's stores."""
+
+    store_id: str
+    volume_id: str
+
+    @classmethod
+    def of(cls, offer: bytes) -> Offer:
+        """Decode an offer.
+
+        Raises:
+            TransportUnavailableError: it is none.
+        """
+        try:
+            return msgspec.msgpack.decode(offer, type=cls)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise TransportUnavailableError("that is no offer of a Monarch actor") from error
 
 
 class VolumePlan(msgspec.Struct, frozen=True):
@@ -123,6 +146,7 @@ class Placement(msgspec.Struct, frozen=True):
         control: the Unix socket to attach volumes to; empty: open a relay, and use its socket.
         volumes: the volumes to start here.
         own: whether the agent's process was made for the store, and ends with it.
+        store_id: see :class:`FoundStore`; empty if there are no volumes.
     """
 
     store_name: str
@@ -131,6 +155,7 @@ class Placement(msgspec.Struct, frozen=True):
     block: tuple[str, ...]
     timeout: float
     own: bool = False
+    store_id: str = ""
 
 
 class ErrorData(msgspec.Struct, frozen=True):

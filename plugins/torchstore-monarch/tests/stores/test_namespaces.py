@@ -126,7 +126,7 @@ async def test_a_store_over_networks(apart: Job) -> None:
 async def _socket() -> str:
     """Of the server or the relay on this host."""
     session = await (await ts.client())._joined.session(20)
-    return f"unix:{session.volumes[0].context.control}"
+    return session.address
 
 
 async def test_both_sides_of_a_link_between_networks(

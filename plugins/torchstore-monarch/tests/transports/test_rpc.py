@@ -18,9 +18,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.monarch import acts
+from tests.monarch.jobs import Job
 from tests.support import until
 from tests.unit.remote.relays import Backstage
 
+import torchstore_core as ts
 from torchstore_core.clients.session.volume_links import VolumeLinks
 from torchstore_core.contracts.transport import (
     Copy,
@@ -36,16 +39,16 @@ from torchstore_core.plugins.registry import Registry
 from torchstore_core.server.memory.segment import open_memory
 from torchstore_core.wire import messages as m
 from torchstore_monarch import chunks
-from torchstore_monarch.actors.hosting import hosting
+from torchstore_monarch.actors.hosting import Host, hosting
 from torchstore_monarch.chunks import PIECES
 from torchstore_monarch.protocol import outcome
 from torchstore_monarch.rpc.forwarder import Forwarder
 from torchstore_monarch.rpc.link import RpcLink
 from torchstore_monarch.rpc.server import RpcServer
 from torchstore_monarch.rpc.wire import (
-    AGENT,
     CHUNK,
     GREETING,
+    Admission,
     RpcRequest,
     RpcResponse,
     frame,
@@ -85,13 +88,20 @@ class _Agent:
 
     async def start(self) -> None:
         self.half = RpcServer()
-        context = ServerContext("store", "store-0", str(self.directory), HERE)
-        with hosting():
-            self.offer = await self.half.start(context, [Segment(0, self.fd, SIZE)])
         self.forwarder = Forwarder(str(self.directory), lambda: self.valid)
+        context = ServerContext("store", "store-0", str(self.directory), HERE)
+        with hosting(Host("store", self.agent_of)):
+            self.offer = await self.half.start(context, [Segment(0, self.fd, SIZE)])
         self.forwarder.volumes = {"store-0": self}
         await self.forwarder.start()
-        self.ticket = await self.half.handshake(PEER, GREETING)
+        self.ticket = await self.admit()
+
+    async def agent_of(self, peer: bytes) -> str:
+        return self.forwarder.path
+
+    async def admit(self) -> bytes:
+        answer = await self.half.handshake(PEER, GREETING)
+        return msgspec.msgpack.decode(answer, type=Admission).ticket
 
     @property
     def read(self) -> _Endpoint:
@@ -106,14 +116,10 @@ class _Agent:
         await self.half.close()
 
     async def link(self) -> RpcLink:
-        control = str(self.directory / "control.sock")
-
         async def handshake(request: bytes) -> bytes:
             return await self.half.handshake(PEER, request)
 
-        context = LinkContext(
-            HERE, HERE, same_host=False, offered=True, control=control, handshake=handshake
-        )
+        context = LinkContext(HERE, HERE, same_host=False, offered=True, handshake=handshake)
         return await RpcLink.connect(self.offer, context)
 
 
@@ -293,7 +299,7 @@ async def test_cancelled_in_the_middle(agent: _Agent, stage: Backstage, way: str
     if link.unsettled:  # as the store does
         link.close()
         stage.do(agent.half.disconnect(PEER))
-        agent.ticket = await agent.half.handshake(PEER, GREETING)
+        agent.ticket = await agent.admit()
         link = await agent.link()
     stage.call(agent.gate.set)
     stage.do(agent.forwarder.idle(HERE.pid))
@@ -347,15 +353,10 @@ async def test_the_agent_ends_in_the_middle(agent: _Agent, stage: Backstage) -> 
     link.close()
 
 
-async def test_no_agent(tmp_path: Path) -> None:
+async def test_no_agent(agent: _Agent, stage: Backstage) -> None:
+    stage.do(agent.forwarder.close())
     with pytest.raises(TransportUnavailableError, match="no agent"):
-        await _Agent.link(_at(tmp_path))
-
-
-def _at(directory: Path) -> Any:
-    made = object.__new__(_Agent)
-    made.directory, made.offer, made.half = directory, b"store-0", RpcServer()
-    return made
+        await agent.link()
 
 
 @pytest.mark.parametrize("way", ["read", "write"])
@@ -378,7 +379,7 @@ async def test_each_disconnect_waits_for_a_write_that_is_under_way(agent: _Agent
     await asyncio.wait_for(asyncio.gather(*ending), 10)
     with pytest.raises(TransportError, match="has disconnected"):
         half.write(agent.ticket, [(0, 0, 1)], b"1")
-    assert await half.handshake(PEER, GREETING) != agent.ticket
+    assert await agent.admit() != agent.ticket
 
 
 @pytest.mark.parametrize(
@@ -448,7 +449,7 @@ async def test_garbage_ends_that_connection_alone(agent: _Agent, garbage: bytes)
     link = await agent.link()
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(10)
-        sock.connect(str(agent.directory / AGENT))
+        sock.connect(agent.forwarder.path)
         sock.sendall(garbage)
         sock.shutdown(socket.SHUT_WR)
         left = await asyncio.to_thread(sock.recv, 1 << 16)
@@ -465,7 +466,7 @@ async def test_idle_waits_for_writes_of_that_process_alone(agent: _Agent, stage:
     """See ``Server.before_close``: what a dead client asked for is still written."""
     agent.gate = stage.call(asyncio.Event)
     with socket.socket(socket.AF_UNIX) as sock:
-        sock.connect(str(agent.directory / AGENT))
+        sock.connect(agent.forwarder.path)
         request = _carry([(0, 0, CHUNK)], CHUNK, write=True, ticket=agent.ticket)
         await asyncio.to_thread(sock.sendall, request)
         await asyncio.to_thread(sock.sendall, b"\x05" * CHUNK)
@@ -494,13 +495,12 @@ async def test_idle_waits_for_writes_of_that_process_alone(agent: _Agent, stage:
 async def test_a_loop_that_is_never_closed_goes_with_its_link(agent: _Agent) -> None:
     """Though two transfers have waited for each other on it, and a third is under way."""
     info = m.VolumeInfo("v", 0, 0, HERE, SIZE, {"monarch-rpc": agent.offer})
-    control = str(agent.directory / "control.sock")
     registry = Registry()
 
     async def handshake(transport: str, data: bytes) -> bytes:
-        return agent.ticket
+        return await agent.half.handshake(PEER, data)
 
-    links = VolumeLinks(info, HERE, False, registry, Policy.make(), control, handshake)
+    links = VolumeLinks(info, HERE, False, registry, Policy.make(), handshake)
     loops: list[weakref.ref[asyncio.AbstractEventLoop]] = []
     before = len(os.listdir("/proc/self/fd"))
 
@@ -526,3 +526,31 @@ async def test_a_loop_that_is_never_closed_goes_with_its_link(agent: _Agent) -> 
     await asyncio.to_thread(thread.join)
     await until(lambda: gc.collect() >= 0 and loops[0]() is None)
     await until(lambda: len(os.listdir("/proc/self/fd")) <= before + 1)  # the executor's
+
+
+async def _agents() -> tuple[str, list[str]]:
+    """Where this process reaches the store, and the sockets of the agents that it would ask."""
+    session = await (await ts.client())._joined.session(10)
+    links = [
+        await volume.connect(candidate)
+        for volume in session.volumes
+        for candidate in volume.candidates(CHUNK)
+        if candidate.spec.name == "monarch-rpc"
+    ]
+    return session.address, [link._path for link in links if isinstance(link, RpcLink)]
+
+
+async def test_clients_ask_the_agent_beside_the_relay_that_they_use(hosts: Job) -> None:
+    """The volume tells them, after it has asked the controller: where there is no agent of the
+    store, each process has a relay and an agent of its own, and on the controller's host there is
+    the controller's.
+    """
+    await hosts.root(acts.initialize, {"block": ["tcp", "monarch-rdma"]})
+    try:
+        asked = [await hosts.root(_agents), await hosts.at(0, _agents), await hosts.at(1, _agents)]
+    finally:
+        await hosts.root(acts.shutdown)
+    for address, agents in asked:
+        beside = os.path.dirname(address.partition(":")[2])
+        assert [os.path.dirname(agent) for agent in agents] == [beside]
+    assert len({address for address, _ in asked}) == 3

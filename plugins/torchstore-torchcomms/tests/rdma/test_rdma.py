@@ -66,7 +66,7 @@ class Volume:
             return await self.server.handshake(peer, request)
 
         here = probe()
-        return await RdmaLink.connect(b"", LinkContext(here, here, True, True, "", b"", ask))
+        return await RdmaLink.connect(b"", LinkContext(here, here, True, True, b"", ask))
 
     @property
     def pid(self) -> int:

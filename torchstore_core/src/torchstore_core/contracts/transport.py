@@ -92,8 +92,6 @@ class LinkContext(msgspec.Struct, frozen=True):
 
     ``same_host`` is proven (same boot id *and* the Unix socket was reached), never guessed.
     ``offered``: whether the volume has an offer of this transport; ``offer`` is the offer.
-    ``control``: the path of that Unix socket, which is on the client's host and belongs to the
-    server or to a relay.
     ``handshake``: sends a request to the server half, and returns its answer; only for links, not
     for bids. It raises the error that the server half raises, and TransportUnavailableError if the
     volume does not serve the transport.
@@ -103,7 +101,6 @@ class LinkContext(msgspec.Struct, frozen=True):
     volume: Topology
     same_host: bool
     offered: bool
-    control: str = ""
     offer: bytes = b""
     handshake: Callable[[bytes], Awaitable[bytes]] | None = None
 

@@ -10,7 +10,7 @@ import msgspec
 
 from torchstore_cli import reports
 from torchstore_cli.connection import StoreConnection, open_store
-from torchstore_core.clients.session.handshake import ask_volume, socket_path
+from torchstore_core.clients.session.handshake import ask_volume
 from torchstore_core.clients.session.volume_links import VolumeLinks
 from torchstore_core.errors import ConfigurationError, TransportError
 from torchstore_core.machine import topology
@@ -119,8 +119,7 @@ async def link_to(
     same_host = info.topology.host_id == reached.host_id == here.host_id
     word = policy.with_transport(welcome.transport)
     ask = functools.partial(ask_volume, store.channel, info.index)
-    control = socket_path(store.address)
-    volume = VolumeLinks(info, here, same_host, registry, word, control, ask)
+    volume = VolumeLinks(info, here, same_host, registry, word, ask)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the refusals contain the same information
         await volume.connect_best()

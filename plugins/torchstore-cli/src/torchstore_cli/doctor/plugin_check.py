@@ -200,7 +200,7 @@ async def _start(half: TransportServer, spec: TransportSpec, directory: str) -> 
             return ""
         ask = functools.partial(half.handshake, b"doctor")
         client: type[Link] = load_class(spec.client)
-        link = await client.connect(offer, LinkContext(here, here, True, True, "", offer, ask))
+        link = await client.connect(offer, LinkContext(here, here, True, True, offer, ask))
         try:
             return link.route
         finally:

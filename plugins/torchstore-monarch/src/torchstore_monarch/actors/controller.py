@@ -106,9 +106,16 @@ class ControllerActor(Actor):
     # ---- the server's end of the relays ---------------------------------------------------
 
     @concurrent_endpoint
-    async def open_uplink(self, here: bytes, back: Any) -> tuple[bytes, tuple[bytes, Any] | None]:
+    async def open_uplink(
+        self, here: bytes, agent: str, back: Any
+    ) -> tuple[bytes, tuple[bytes, Any] | None]:
         """Call ``Uplinks.open``."""
-        return await outcome(self._open_uplink(here, back))
+        return await outcome(self._open_uplink(here, agent, back))
+
+    @concurrent_endpoint
+    async def agent_of(self, peer: bytes) -> tuple[bytes, str | None]:
+        """Return the path of the socket of the ``Forwarder`` that serves a client, on its host."""
+        return await outcome(self._agent_of(peer))
 
     @concurrent_endpoint
     async def agent_failed(self) -> None:
@@ -129,11 +136,17 @@ class ControllerActor(Actor):
             raise StoreClosedError(_ENDED)
         return await core.run(relay_server.poll(token))
 
-    async def _open_uplink(self, here: bytes, back: Any) -> tuple[bytes, Any]:
+    async def _open_uplink(self, here: bytes, agent: str, back: Any) -> tuple[bytes, Any]:
         core, uplinks = self._core, self._uplinks
         if core is None or uplinks is None:
             raise StoreClosedError(_ENDED)
-        return await core.call(uplinks.open, here, back)
+        return await core.call(uplinks.open, here, agent, back)
+
+    async def _agent_of(self, peer: bytes) -> str:
+        core, uplinks, forwarder = self._core, self._uplinks, self._forwarder
+        if core is None or uplinks is None or forwarder is None:
+            raise StoreClosedError(_ENDED)
+        return await core.call(uplinks.agent_of, peer) or forwarder.path
 
     # ---- the end --------------------------------------------------------------------------
 

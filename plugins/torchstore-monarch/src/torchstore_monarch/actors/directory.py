@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 import os
+import secrets
 import signal
 from collections import Counter, deque
 from typing import Any
@@ -60,6 +61,7 @@ class _Store:
 
     def __init__(self, request: StoreRequest) -> None:
         self.request = request
+        self.store_id = secrets.token_hex(8)
         self.starting: asyncio.Task[FoundStore] | None = None
         self.ending: asyncio.Task[None] | None = None
         self.controller: Any = None
@@ -218,7 +220,7 @@ class Directory(Actor):
         store.refuse_if_ended()
         hosts = [place.host_id for place in places]
         relays = await self._begin_hosts(store, host_id, address, agents, hosts)
-        return FoundStore(request.store_name, host_id, address, relays)
+        return FoundStore(request.store_name, host_id, address, relays, store.store_id)
 
     async def _begin_hosts(
         self, store: _Store, host_id: str, address: str, agents: list[Any], hosts: list[str]
@@ -245,6 +247,7 @@ class Directory(Actor):
                 request.block,
                 request.timeout,
                 store.own_agents,
+                store.store_id,
             )
             data = msgspec.msgpack.encode(wanted)
             return result(await agents[at].begin.call_one(data, store.controller))

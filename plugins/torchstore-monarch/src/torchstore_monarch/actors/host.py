@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from monarch.actor import Actor, concurrent_endpoint
 
-from torchstore_core.errors import StoreClosedError, TorchStoreError
+from torchstore_core.errors import StoreClosedError, TorchStoreError, TransportNotReadyError
 from torchstore_core.machine import topology
 from torchstore_core.machine.directories import PrivateDirectory
 from torchstore_core.plugins.registry import Registry
@@ -18,10 +18,10 @@ from torchstore_core.server.memory.volume import Volume, default_capacity
 from torchstore_core.server.remote.attached import VolumeConnection
 from torchstore_core.server.remote.relay import Relay
 from torchstore_monarch.actors.core_thread import CoreThread
-from torchstore_monarch.actors.hosting import hosting
+from torchstore_monarch.actors.hosting import Host, hosting
 from torchstore_monarch.actors.swept_directory import SweptDirectory
 from torchstore_monarch.actors.uplinks import RelayUplink
-from torchstore_monarch.protocol import Placement, outcome
+from torchstore_monarch.protocol import Placement, outcome, result
 from torchstore_monarch.rdma.server import RdmaServer
 from torchstore_monarch.rpc.forwarder import Forwarder
 from torchstore_monarch.rpc.server import RpcServer
@@ -96,7 +96,7 @@ class HostActor(Actor):
                 capacity = default_capacity() // plan.sharing
             volume = Volume(wanted.store_name, plan.index, capacity, registry, self._directory.path)
             self._volumes.append(volume)
-            with hosting():
+            with hosting(Host(wanted.store_id, self._agent_of)):
                 info = await volume.start()
             line = await VolumeConnection.open(
                 path, volume, info, self._server_gone, wanted.timeout
@@ -126,22 +126,30 @@ class HostActor(Actor):
             raise StoreClosedError("this agent has ended")
         here = msgspec.msgpack.encode(topology.probe())
         uplink = self._uplink = RelayUplink(self._controller)
+        directory = self._directory.path
+        forwarder = Forwarder(directory, lambda: self._relay is not None and self._relay.valid)
         try:
-            await uplink.open(here)
+            await uplink.open(here, forwarder.path)
         except TorchStoreError:
             raise
         except Exception as error:  # whatever the engine raises for a dead actor
             raise StoreClosedError(
                 f"the controller of this store is gone ({type(error).__name__})"
             ) from error
-        directory = self._directory.path
-        private = PrivateDirectory(directory)
-        relay = Relay(uplink, private, lost=self._server_gone)
-        forwarder = Forwarder(directory, lambda: relay.valid)
+        relay = Relay(uplink, PrivateDirectory(directory), lost=self._server_gone)
         relay.before_close = forwarder.idle
         self._relay, self._forwarder = relay, forwarder
         await forwarder.start()
         return await relay.start()
+
+    async def _agent_of(self, peer: bytes) -> str:
+        """See ``hosting.Host``."""
+        try:
+            return result(await self._controller.agent_of.call_one(peer))
+        except Exception as error:  # whatever the engine raises, or the controller
+            raise TransportNotReadyError(
+                f"the store's controller does not say where a client's agent is: {error!r}"
+            ) from error
 
     @concurrent_endpoint
     async def introduce(self, volumes: dict[str, Any]) -> None:

@@ -5,39 +5,47 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Self
+from contextvars import ContextVar
+from typing import Any, ClassVar, NamedTuple, Self
+
+import msgspec
 
 from torchstore_core.contracts.transport import Segment, ServerContext, TransportServer
 from torchstore_core.errors import TransportError, TransportUnavailableError
+from torchstore_monarch.protocol import Offer
 
-__all__ = ["HostedServer", "hosting", "is_hosting"]
+__all__ = ["Host", "HostedServer", "hosting"]
 
 _TICKET_BYTES = 16
-_lock = threading.Lock()
-_count = 0
 
 
-class hosting:
+class Host(NamedTuple):
+    """The actor that hosts volumes, as their server halves see it.
+
+    Args:
+        store_id: of the volumes' store, see ``protocol.FoundStore``.
+        agent_of: returns the path of the socket, on a client's host, of the agent that forwards
+            what the client asks; its argument is the ``peer`` of a handshake. Raises
+            TransportNotReadyError if nobody can say.
+    """
+
+    store_id: str
+    agent_of: Callable[[bytes], Awaitable[str]]
+
+
+_host: ContextVar[Host | None] = ContextVar("host", default=None)
+
+
+@contextmanager
+def hosting(host: Host) -> Iterator[None]:
     """A context in which volumes are started by an actor whose endpoints serve them."""
-
-    def __enter__(self) -> None:
-        _add(1)
-
-    def __exit__(self, *_: object) -> None:
-        _add(-1)
-
-
-def _add(number: int) -> None:
-    global _count
-    with _lock:
-        _count += number
-
-
-def is_hosting() -> bool:
-    """Return whether an actor is starting volumes in this process."""
-    return _count > 0
+    token = _host.set(host)
+    try:
+        yield
+    finally:
+        _host.reset(token)
 
 
 class _Client:
@@ -89,14 +97,16 @@ class HostedServer(TransportServer):
         self._segments: dict[int, Segment] = {}
         self._volume_id = ""
         self._clients: dict[bytes, _Client] = {}  # by peer
+        self._host: Host | None = None
 
     async def start(self, context: ServerContext, segments: Sequence[Segment]) -> bytes:
-        if not is_hosting():
+        self._host = _host.get()
+        if self._host is None:
             raise TransportUnavailableError("only in a Monarch job: no actor hosts the volume")
         self._segments = {segment.id: segment for segment in segments}
         self._volume_id = context.volume_id
         self._here[context.volume_id] = self
-        return context.volume_id.encode()
+        return msgspec.msgpack.encode(Offer(self._host.store_id, context.volume_id))
 
     async def close(self) -> None:
         if self._here.get(self._volume_id) is self:  # otherwise another one has taken its place

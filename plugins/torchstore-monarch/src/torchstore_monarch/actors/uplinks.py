@@ -41,10 +41,15 @@ class RelayUplink:
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
         self._receiving: asyncio.Task[None] | None = None
 
-    async def open(self, here: bytes) -> None:
-        """Introduce the relay to the server. ``here``: the encoded Topology of its host."""
+    async def open(self, here: bytes, agent: str) -> None:
+        """Introduce the relay to the server.
+
+        Args:
+            here: the encoded Topology of its host.
+            agent: the path there of the socket of the ``Forwarder`` beside it.
+        """
         back, answers = Channel.open()
-        opened = await self._controller.open_uplink.call_one(here, back)
+        opened = await self._controller.open_uplink.call_one(here, agent, back)
         self._token, self._there = result(opened)
         self._there.return_undeliverable = False
         self._receiving = asyncio.ensure_future(self._receive(answers))
@@ -97,22 +102,31 @@ class Uplinks:
     def __init__(self, relay_server: RelayServer) -> None:
         self._relay_server = relay_server
         self._back: dict[bytes, Any] = {}
+        self._agents: dict[bytes, str] = {}
         self._here, self._requests = Channel.open()
         self._receiving = asyncio.ensure_future(self._receive())
 
-    def open(self, here: bytes, back: Any) -> tuple[bytes, Any]:
+    def open(self, here: bytes, agent: str, back: Any) -> tuple[bytes, Any]:
         """Call ``RelayServer.open``; return the token, and the port for requests.
 
         Args:
-            here: the encoded Topology of the relay's host.
+            here, agent: see :meth:`RelayUplink.open`.
             back: the port for the answers.
         """
         known = self._relay_server.tokens
         self._back = {token: port for token, port in self._back.items() if token in known}
+        self._agents = {token: agent for token, agent in self._agents.items() if token in known}
         token = self._relay_server.open(here)
         back.return_undeliverable = False
-        self._back[token] = back
+        self._back[token], self._agents[token] = back, agent
         return token, self._here
+
+    def agent_of(self, peer: bytes) -> str | None:
+        """Return the path of the socket of the ``Forwarder`` beside the relay of a client; None if
+        it has none. ``peer``: see ``RelayServer.token_of``.
+        """
+        token = self._relay_server.token_of(peer)
+        return None if token is None else self._agents.get(token)
 
     def close(self) -> None:
         """Answer nothing more. Idempotent."""

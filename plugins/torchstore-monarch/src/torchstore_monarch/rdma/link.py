@@ -17,7 +17,7 @@ from torchstore_core.errors import TorchStoreError, TransportError, TransportUna
 from torchstore_core.machine.tasks import wait_ended
 from torchstore_monarch import job
 from torchstore_monarch.chunks import ChunkSize, chunks
-from torchstore_monarch.protocol import result
+from torchstore_monarch.protocol import Offer, result
 from torchstore_monarch.rdma.bouncing import buffer, copy, in_thread, is_direct, keep
 from torchstore_monarch.rdma.wire import GREETING
 from torchstore_monarch.rpc.wire import Place
@@ -52,19 +52,16 @@ class RdmaLink(Link):
 
     @classmethod
     async def connect(cls, offer: bytes, context: LinkContext) -> RdmaLink:
-        try:
-            volume_id = offer.decode()
-        except UnicodeDecodeError as error:
-            raise TransportUnavailableError("that is no offer of monarch-rdma") from error
-        actor = await job.volume_actor(context.control, volume_id)
+        volume = Offer.of(offer)
+        actor = job.volume_actor(volume)
         if actor is None:
             raise TransportUnavailableError(
-                f"this process does not know the actor of volume {volume_id}: it did not find the "
-                "store through its Monarch job"
+                f"this process does not know the actor of volume {volume.volume_id}: it did not "
+                "find the store through its Monarch job"
             )
         if context.handshake is None:
             raise TransportUnavailableError("monarch-rdma needs a store that carries handshakes")
-        return cls(volume_id, actor, await context.handshake(GREETING))
+        return cls(volume.volume_id, actor, await context.handshake(GREETING))
 
     async def write(self, copies: Sequence[Copy]) -> None:
         await self._do(copies, write=True)

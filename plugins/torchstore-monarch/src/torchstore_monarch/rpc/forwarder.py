@@ -15,12 +15,13 @@ from torchstore_core.errors import TorchStoreError
 from torchstore_core.server.serving.listening import Listener, speaking
 from torchstore_monarch.chunks import PIECES
 from torchstore_monarch.protocol import result
-from torchstore_monarch.rpc.wire import AGENT, CHUNK, HEADER, RpcRequest, RpcResponse, frame
+from torchstore_monarch.rpc.wire import CHUNK, HEADER, RpcRequest, RpcResponse, frame
 
 __all__ = ["Forwarder"]
 
 log = logging.getLogger(__name__)
 
+_SOCKET = "agent.sock"
 _IN_FLIGHT = 2
 _END_S = 1.0
 # A call to a host that has died may never return.
@@ -30,19 +31,20 @@ _Answer = tuple[RpcResponse, bytes]
 
 
 class Forwarder:
-    """Listens beside a server's or a relay's control socket.
+    """Listens to the clients of a server or of a relay, whose volumes tell them where.
 
     Args:
-        directory: the directory for its socket.
+        directory: a private directory, for its socket.
         valid: whether the server surely still keeps what clients of this host hold. Bytes move only
             while it does.
 
     Attributes:
+        path: that of the socket.
         volumes: the actors that have the volumes, by volume id.
     """
 
     def __init__(self, directory: str, valid: Callable[[], bool] = lambda: True) -> None:
-        self._path = os.path.join(directory, AGENT)
+        self.path = os.path.join(directory, _SOCKET)
         self._valid = valid
         self.volumes: dict[str, Any] = {}
         self._listener = Listener(speaking(self._protocol))
@@ -51,7 +53,7 @@ class Forwarder:
 
     async def start(self) -> None:
         """Begin to listen."""
-        self._listener.open(self._path)
+        self._listener.open(self.path)
 
     async def close(self) -> None:
         """Stop listening, and end every connection. Idempotent."""

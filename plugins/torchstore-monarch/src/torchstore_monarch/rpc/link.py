@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import os
 import socket
 import time
 from collections import deque
@@ -24,11 +23,12 @@ from torchstore_core.errors import (
 from torchstore_core.machine.sockets.unix import connect, unix_socket
 from torchstore_core.machine.tasks import wait_ended
 from torchstore_monarch.chunks import ChunkSize, chunks
+from torchstore_monarch.protocol import Offer
 from torchstore_monarch.rpc.wire import (
-    AGENT,
     CHUNK,
     GREETING,
     HEADER,
+    Admission,
     RpcRequest,
     RpcResponse,
     frame,
@@ -55,12 +55,12 @@ class _Asked(NamedTuple):
 
 
 class RpcLink(Link):
-    """Asks the agent, whose socket is beside the control socket, a few chunks at a time."""
+    """Asks the agent of its host, of which the volume tells, a few chunks at a time."""
 
-    def __init__(self, path: str, volume: str, ticket: bytes) -> None:
-        self._path = path
+    def __init__(self, volume: str, admission: Admission) -> None:
+        self._path = admission.agent
         self._volume = volume
-        self._ticket = ticket
+        self._ticket = admission.ticket
         self._sock: socket.socket | None = None
         self._lock = asyncio.Lock()
         self._transfers = 0
@@ -70,14 +70,15 @@ class RpcLink(Link):
 
     @classmethod
     async def connect(cls, offer: bytes, context: LinkContext) -> RpcLink:
-        try:
-            volume = offer.decode()
-        except UnicodeDecodeError as error:
-            raise TransportUnavailableError("that is no offer of monarch-rpc") from error
+        volume = Offer.of(offer).volume_id
         if context.handshake is None:
             raise TransportUnavailableError("monarch-rpc needs a store that carries handshakes")
-        ticket = await context.handshake(GREETING)
-        made = cls(os.path.join(os.path.dirname(context.control), AGENT), volume, ticket)
+        answer = await context.handshake(GREETING)
+        try:
+            admission = msgspec.msgpack.decode(answer, type=Admission)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise TransportUnavailableError("the volume's answer cannot be understood") from error
+        made = cls(volume, admission)
         await made._connected()
         return made
 

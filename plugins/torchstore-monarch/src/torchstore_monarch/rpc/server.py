@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from torchstore_core.errors import TransportError
+import msgspec
+
+from torchstore_core.errors import TransportError, TransportUnavailableError
 from torchstore_monarch.actors.hosting import HostedServer
-from torchstore_monarch.rpc.wire import GREETING, Place
+from torchstore_monarch.rpc.wire import GREETING, Admission, Place
 
 __all__ = ["RpcServer"]
 
@@ -16,6 +18,12 @@ class RpcServer(HostedServer):
     """Reads and writes segments for :class:`HostActor`'s endpoints."""
 
     greeting = GREETING
+
+    async def handshake(self, peer: bytes, request: bytes) -> bytes:
+        ticket = await super().handshake(peer, request)
+        if self._host is None:
+            raise TransportUnavailableError("no actor hosts the volume")
+        return msgspec.msgpack.encode(Admission(ticket, await self._host.agent_of(peer)))
 
     def read(self, ticket: bytes, places: Sequence[Place]) -> bytes:
         """Return the bytes of all places, one after the other. Raises TransportError."""

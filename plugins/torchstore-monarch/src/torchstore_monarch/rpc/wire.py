@@ -10,32 +10,42 @@ from __future__ import annotations
 import msgspec
 
 __all__ = [
-    "AGENT",
     "CHUNK",
     "GREETING",
     "HEADER",
+    "Admission",
     "Place",
     "RpcRequest",
     "RpcResponse",
     "frame",
 ]
 
-#: Name of the agent's socket, in the directory of the control socket.
-AGENT = "agent.sock"
 #: Largest request in bytes. Each request is one endpoint call.
 CHUNK = 8 << 20
 HEADER = 4
 #: The client's handshake, with the version of this protocol.
-GREETING = b"monarch-rpc 2"
+GREETING = b"monarch-rpc 3"
 
 #: Segment, offset, bytes.
 Place = tuple[int, int, int]
 
 
+class Admission(msgspec.Struct, frozen=True, array_like=True):
+    """The volume's answer to the handshake.
+
+    Args:
+        ticket: what lets the client's requests in.
+        agent: the path of the socket of the agent of the client's host.
+    """
+
+    ticket: bytes
+    agent: str
+
+
 class RpcRequest(msgspec.Struct, frozen=True, array_like=True):
     """A request to read or write these places of a volume, in order; ``nbytes`` bytes in all.
 
-    ``ticket``: the volume's answer to the client's handshake.
+    ``ticket``: see :class:`Admission`.
     """
 
     volume: str

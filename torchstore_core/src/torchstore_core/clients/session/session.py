@@ -70,7 +70,6 @@ class Session:
                 info.topology.host_id == server_host == self.here.host_id,
                 self.registry,
                 policy,
-                socket_path(address),
                 functools.partial(_handshake, weakref.ref(self), info.index),
                 comes_back=welcome.life > 0,
             )

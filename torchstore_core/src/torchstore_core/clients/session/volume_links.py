@@ -93,7 +93,6 @@ class VolumeLinks:
         info: the volume and its transport offers.
         here: the topology of this process.
         same_host: whether the volume is on this host; the caller has proven it.
-        control: path of the Unix socket through which this process reached the store.
         handshake: carries a request to the server half of the transport of that name.
         comes_back: whether the volume's server is started again when it dies.
     """
@@ -105,7 +104,6 @@ class VolumeLinks:
         same_host: bool,
         registry: Registry,
         policy: Policy,
-        control: str,
         handshake: Callable[[str, bytes], Awaitable[bytes]],
         *,
         comes_back: bool = False,
@@ -113,7 +111,7 @@ class VolumeLinks:
         self.info = info
         self._comes_back = comes_back
         self._rank = functools.partial(_ranking, registry, policy)
-        self.context = LinkContext(here, info.topology, same_host, offered=False, control=control)
+        self.context = LinkContext(here, info.topology, same_host, offered=False)
         self._handshake = handshake
         self.ranking = self._rank(self.context, info)
         self._links: dict[str, Link] = {}

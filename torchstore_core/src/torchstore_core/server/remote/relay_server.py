@@ -115,6 +115,10 @@ class _RemoteRelay:
         else:
             conversation.handle(one.body)
 
+    def carries(self, peer: bytes) -> bool:
+        """Whether a client has a connection through this relay."""
+        return any(one.peer == peer for one in self._conversations.values())
+
     async def poll(self) -> list[RelayReply]:
         self.last_heard = self._clock()
         try:
@@ -215,6 +219,15 @@ class RelayServer:
             StoreClosedError: as for :meth:`exchange`.
         """
         return msgspec.msgpack.encode(await self._relay(token).poll())
+
+    def token_of(self, peer: bytes) -> bytes | None:
+        """Return the token of the uplink through which a client reaches the server; None if it
+        reaches the server itself, or is gone.
+
+        Args:
+            peer: the id by which transports know the client, see ``TransportServer.handshake``.
+        """
+        return next((token for token, one in self._relays.items() if one.carries(peer)), None)
 
     def close(self, token: bytes | None = None, why: str = "its relay has closed") -> None:
         """Close the uplink ``token`` (None: all uplinks)."""

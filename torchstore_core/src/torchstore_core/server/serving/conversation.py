@@ -93,6 +93,11 @@ class Conversation:
         return self._session is not None or self._volume >= 0
 
     @property
+    def peer(self) -> bytes:
+        """The id by which transports know the client; empty if no client has identified itself."""
+        return b"" if self._session is None else self._session.peer
+
+    @property
     def is_liveness(self) -> bool:
         """Whether this is a session's liveness connection, which the client's reclaimer thread
         reads.

@@ -49,7 +49,7 @@ name, value = json.loads(sys.argv[1])
 spec = torchstore_core.testing.transports.ends.host.Plugin(name, value).spec()
 if spec.probe is not None:
     spec.probe()
-context = torchstore_core.contracts.transport.LinkContext(here, here, True, True, "", b"")
+context = torchstore_core.contracts.transport.LinkContext(here, here, True, True, b"")
 spec.bid(context)
 print(json.dumps(sorted(set(sys.modules) - before)))
 """

@@ -126,7 +126,6 @@ class Session:
             reach.volume,
             reach.same_host,
             offered=True,
-            control=reach.control,
             offer=reach.offer,
             handshake=self.handshake,
         )
