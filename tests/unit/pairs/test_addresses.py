@@ -44,3 +44,12 @@ def test_what_is_no_address_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch
 def test_hosts_that_do_not_reach_each_other() -> None:
     with pytest.raises(TransportUnavailableError, match="no addresses"):
         meeting_addresses(_hello("another"))
+
+
+def test_the_engine_may_say_where_this_host_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(BIND, raising=False)
+    told = (Network("eth0", "192.0.2.1", 24),)
+    given = _hello("another", Network("a", "198.51.100.7", 24), Network("b", "192.0.2.7", 24))
+    assert meeting_addresses(given, told) == ("192.0.2.1", "192.0.2.7")
+    monkeypatch.setenv(BIND, "198.51.100.1")
+    assert addresses_here(told) == ((Network("", "198.51.100.1", 32),), True)

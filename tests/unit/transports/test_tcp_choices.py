@@ -15,6 +15,8 @@ from torchstore_core.machine.networks import (
     local_address_to,
     namespace_id,
     networks,
+    own,
+    reachable,
 )
 from torchstore_core.machine.topology import probe
 from torchstore_transports.inline.plugin import torchstore_transport as inline
@@ -127,6 +129,19 @@ def test_where_to_listen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHSTORE_BIND", "no-such-interface")
     with pytest.raises(ConfigurationError, match="no-such-interface"):
         addresses_for(neighbour)
+
+
+def test_where_the_engine_says_other_hosts_reach_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHSTORE_BIND", raising=False)
+    stranger = Greeting(VERSION, "another", (Network("x", "203.0.113.9", 24),))
+    assert addresses_for(stranger, (A, B)) == [A.address, B.address]
+    assert addresses_for(Greeting(VERSION, namespace_id(), ()), (A,)) == [LOOPBACK]
+    assert reachable((A,)) == (A,)
+    mine = networks()
+    assert own([*(one.address for one in mine), LOOPBACK, "203.0.113.9"]) == mine
+    monkeypatch.setenv("TORCHSTORE_BIND", "127.0.0.2")
+    assert addresses_for(stranger, (A,)) == ["127.0.0.2"]
+    assert [one.address for one in reachable((A,))] == ["127.0.0.2"]
 
 
 @pytest.mark.parametrize(

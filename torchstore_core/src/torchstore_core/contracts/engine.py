@@ -7,8 +7,10 @@ carries messages between them; it can extend a store to these hosts. The core ne
 * **A volume on each host that holds data.** The engine runs one server
   (``server.server.Server`` with ``attached=True``) in a process of its choice. On every host that
   holds data, it starts a ``server.memory.volume.Volume``, in any process there, and attaches it
-  with ``server.remote.attached.VolumeConnection``.
-* **Messages in both directions.** No part of a store listens on a network. On every host but the
+  with ``server.remote.attached.VolumeConnection``. If the engine knows at which addresses the
+  other hosts of the job reach that one, it tells the volume (``told``): transports then listen at
+  these, unless the user has chosen others.
+* **Messages in both directions.** No part of a store but its transports listens on a network. On every host but the
   server's, the engine starts a ``server.remote.relay.Relay``: a Unix socket that the clients and
   volumes of that host use as if it were the server's. Their messages go through an
   :class:`Uplink`, which the engine implements and which treats them as opaque bytes.

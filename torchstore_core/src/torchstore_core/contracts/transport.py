@@ -47,6 +47,7 @@ from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 import msgspec
 
 from torchstore_core.errors import TransportUnavailableError
+from torchstore_core.machine.networks import Network
 from torchstore_core.machine.topology import Topology
 
 __all__ = [
@@ -175,12 +176,21 @@ class Segment(NamedTuple):
 
 
 class ServerContext(NamedTuple):
-    """The surroundings of a server half. ``socket_dir`` is a private directory (mode 0700)."""
+    """The surroundings of a server half.
+
+    Args:
+        socket_dir: a private directory (mode 0700).
+        told: the addresses of this host at which the others of the job reach it, as the engine
+            says; empty: it does not. A half that listens for other hosts does so at those of
+            ``TORCHSTORE_BIND``, or else at these, or else where the client reaches this host; never
+            at every address.
+    """
 
     store_name: str
     volume_id: str
     socket_dir: str
     topology: Topology
+    told: tuple[Network, ...] = ()
 
 
 class TransportServer(ABC):

@@ -20,7 +20,7 @@ import msgspec
 from torchstore_core.errors import ConfigurationError
 
 __all__ = ["BIND", "LOOPBACK", "Network", "bound", "common", "foreign", "local_address_to"]
-__all__ += ["namespace_id", "networks", "reachable"]
+__all__ += ["namespace_id", "networks", "own", "reachable"]
 
 #: Environment variable with addresses of this host, or names of its interfaces, comma-separated:
 #: transports over networks listen on these only.
@@ -126,18 +126,29 @@ def _loopback(interface: str) -> list[Network]:
     ]
 
 
-def reachable() -> tuple[Network, ...]:
-    """Return the addresses at which other hosts may reach this one, the fastest first: those of
-    ``TORCHSTORE_BIND`` in its order if it is set. Empty if the system or the variable does not say.
-    They are looked up every few seconds at most.
+def own(addresses: Sequence[str]) -> tuple[Network, ...]:
+    """Return those of the addresses that interfaces of this host have, loopback aside, in order.
+
+    Raises:
+        OSError: the system cannot list the interfaces.
     """
-    return _reachable(os.environ.get(BIND, ""), int(time.monotonic() / _FRESH_S))
+    every = {one.address: one for one in networks()} if addresses else {}
+    return tuple(every[address] for address in addresses if address in every)
 
 
-@functools.lru_cache(maxsize=1)
-def _reachable(_bind: str, _period: int) -> tuple[Network, ...]:
+def reachable(told: tuple[Network, ...] = ()) -> tuple[Network, ...]:
+    """Return the addresses at which other hosts may reach this one: those of ``TORCHSTORE_BIND`` in
+    its order if it is set, or else those that an engine has ``told``, or else all, the fastest
+    first. Empty if the system or the variable does not say. They are looked up every few seconds at
+    most.
+    """
+    return _reachable(told, os.environ.get(BIND, ""), int(time.monotonic() / _FRESH_S))
+
+
+@functools.lru_cache(maxsize=4)
+def _reachable(told: tuple[Network, ...], _bind: str, _period: int) -> tuple[Network, ...]:
     try:
-        return bound() or tuple(sorted(networks(), key=lambda one: -one.mbits_per_s))
+        return bound() or told or tuple(sorted(networks(), key=lambda one: -one.mbits_per_s))
     except (ConfigurationError, OSError):  # a server says so when it starts
         return ()
 

@@ -18,25 +18,26 @@ from torchstore_transports.pairs.protocol import Hello
 __all__ = ["addresses_here", "meeting_addresses"]
 
 
-def addresses_here() -> tuple[tuple[Network, ...], bool]:
+def addresses_here(told: tuple[Network, ...] = ()) -> tuple[tuple[Network, ...], bool]:
     """Return the addresses at which other hosts may reach this one, and whether the user has chosen
-    them.
+    them. ``told``: those that the engine says, see ``ServerContext``.
 
     Raises:
         ConfigurationError: ``TORCHSTORE_BIND`` names neither an address nor an interface.
         OSError: the system cannot list its addresses.
     """
     chosen = bound()
-    return chosen or networks(), bool(chosen)
+    return chosen or told or networks(), bool(chosen)
 
 
-def meeting_addresses(hello: Hello) -> tuple[str, str]:
+def meeting_addresses(hello: Hello, told: tuple[Network, ...] = ()) -> tuple[str, str]:
     """Choose where this host's end and the end of the link's host listen; return both addresses.
+    ``told``: the addresses of this host that the engine says, see ``ServerContext``.
 
     Raises:
         TransportUnavailableError: no address of either host is known to reach the other.
     """
-    here, bound = addresses_here()
+    here, bound = addresses_here(told)
     if hello.namespace and hello.namespace == namespace_id():
         mine = here[0].address if bound and here else LOOPBACK
         other = hello.networks[0].address if hello.bound and hello.networks else LOOPBACK

@@ -17,6 +17,7 @@ from torchstore_core.errors import (
     TransportNotReadyError,
     TransportUnavailableError,
 )
+from torchstore_core.machine.networks import Network
 from torchstore_core.machine.virtual_memory import map_shared, unmap
 from torchstore_transports.pairs import protocol as p
 from torchstore_transports.pairs.addresses import meeting_addresses
@@ -133,6 +134,7 @@ class PairServer(TransportServer):
 
     def __init__(self) -> None:
         self._segments: dict[int, tuple[int, int]] = {}
+        self._told: tuple[Network, ...] = ()
         self._served: dict[int, _Served] = {}
         self._ending: dict[asyncio.Future[None], bytes] = {}  # pairs being ended, by client
         self._numbers = itertools.count(1)
@@ -141,6 +143,7 @@ class PairServer(TransportServer):
         """See ``contracts.transport``."""
         for segment in segments:
             self._segments[segment.id] = map_shared(segment.fd, segment.nbytes), segment.nbytes
+        self._told = context.told
         return b""
 
     async def handshake(self, peer: bytes, request: bytes) -> bytes:
@@ -192,7 +195,7 @@ class PairServer(TransportServer):
                 f"the client and the volume have different versions of this transport "
                 f"({hello.version} and {p.VERSION})"
             )
-        mine, other = meeting_addresses(hello)
+        mine, other = meeting_addresses(hello, self._told)
         prepare = await in_thread(lambda: _load(self.factory))
         of_peer = [number for number, one in self._served.items() if one.peer == peer]
         replaced = [number for number in of_peer if self._served[number].link == hello.link]

@@ -11,7 +11,7 @@ import msgspec
 
 from torchstore_core.contracts.transport import Segment, ServerContext, TransportServer
 from torchstore_core.errors import ConfigurationError, TransportError, TransportUnavailableError
-from torchstore_core.machine.networks import namespace_id, reachable
+from torchstore_core.machine.networks import Network, namespace_id, reachable
 from torchstore_transports.tcp.serving.addresses import addresses_for
 from torchstore_transports.tcp.wire.authentication import certificates, encryption
 from torchstore_transports.tcp.wire.protocol import VERSION, Greeting, Offer, Welcome, decode
@@ -36,11 +36,12 @@ class TcpServer(TransportServer):
         self._mapped: Segments | None = None
         self._port: Port | None = None
         self._number = 0
+        self._told: tuple[Network, ...] = ()
 
     async def start(self, context: ServerContext, segments: Sequence[Segment]) -> bytes:
         self._secure, self._certificates = encryption(server=True), certificates()
-        here = reachable()
-        self._segments = segments
+        here = reachable(context.told)
+        self._segments, self._told = segments, context.told
         return msgspec.msgpack.encode(Offer(VERSION, namespace_id(), here, self._encrypted))
 
     async def handshake(self, peer: bytes, request: bytes) -> bytes:
@@ -52,7 +53,7 @@ class TcpServer(TransportServer):
                 f"the client speaks version {client.version} of tcp, the volume {VERSION}"
             )
         try:
-            addresses = addresses_for(client)
+            addresses = addresses_for(client, self._told)
             port = self._port or self._open(self._segments)
             endpoints, admission = port.let_in(peer, self._number, addresses)
         except (ConfigurationError, OSError) as error:

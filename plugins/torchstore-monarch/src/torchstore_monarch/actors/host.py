@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import Actor, concurrent_endpoint, context
 
 from torchstore_core.errors import StoreClosedError, TorchStoreError, TransportNotReadyError
 from torchstore_core.machine import topology
@@ -19,6 +19,7 @@ from torchstore_core.server.remote.attached import VolumeConnection
 from torchstore_core.server.remote.relay import Relay
 from torchstore_monarch.actors.core_thread import CoreThread
 from torchstore_monarch.actors.hosting import Host, hosting
+from torchstore_monarch.actors.placing import told_addresses
 from torchstore_monarch.actors.swept_directory import SweptDirectory
 from torchstore_monarch.actors.uplinks import RelayUplink
 from torchstore_monarch.protocol import Placement, outcome, result
@@ -94,7 +95,10 @@ class HostActor(Actor):
             capacity = plan.capacity
             if capacity is None:
                 capacity = default_capacity() // plan.sharing
-            volume = Volume(wanted.store_name, plan.index, capacity, registry, self._directory.path)
+            volume = Volume(
+                *(wanted.store_name, plan.index, capacity, registry, self._directory.path),
+                told=told_addresses(context().actor_instance.actor_id.addr),
+            )
             self._volumes.append(volume)
             with hosting(Host(wanted.store_id, self._agent_of)):
                 info = await volume.start()

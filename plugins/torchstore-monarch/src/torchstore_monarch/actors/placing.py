@@ -1,11 +1,12 @@
-"""Decides which agents get the volumes. Pure."""
+"""Decides which agents get the volumes, and at which addresses these are reached. Pure."""
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Sequence
 from itertools import zip_longest
 
-__all__ = ["spread"]
+__all__ = ["spread", "told_addresses"]
 
 
 def spread(hosts: Sequence[str], volumes: int) -> list[int]:
@@ -23,3 +24,19 @@ def spread(hosts: Sequence[str], volumes: int) -> list[int]:
         by_host.setdefault(host, []).append(at)
     turns = [at for turn in zip_longest(*by_host.values()) for at in turn if at is not None]
     return turns[:volumes]
+
+
+def told_addresses(channel: str) -> tuple[str, ...]:
+    """Return the IP address of a channel of the engine; empty if it has none, but a name, say, or a
+    Unix socket. Names are not looked up.
+
+    >>> told_addresses("tcp:10.0.0.7:26600"), told_addresses("tls:[fd00::7]:443")
+    (('10.0.0.7',), ('fd00::7',))
+    >>> told_addresses("unix:@abc"), told_addresses("metatls:host7:443"), told_addresses("local:3")
+    ((), (), ())
+    """
+    host = channel.partition(":")[2].rpartition(":")[0]
+    try:
+        return (str(ipaddress.ip_address(host.strip("[]"))),)
+    except ValueError:
+        return ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import msgspec
@@ -45,6 +45,8 @@ class Volume:
         registry: the plug-ins of this process.
         directory: a private directory for the sockets of transports.
         fd: the memory, if there is some already; None: make it.
+        told: the addresses at which other hosts of the job reach this one, as the engine says.
+            Those that this host does not have are ignored.
 
     Raises:
         ConfigurationError: the capacity is less than a page.
@@ -59,6 +61,8 @@ class Volume:
         registry: Registry,
         directory: str,
         fd: int | None = None,
+        *,
+        told: Sequence[str] = (),
     ) -> None:
         if capacity < 4096:
             raise ConfigurationError(f"a capacity of {capacity} bytes a volume is too small")
@@ -69,7 +73,7 @@ class Volume:
         # What the halves are given; the conformance kit adds another one.
         self.segments = [Segment(0, self.memory.fd, capacity)]
         self._registry = registry
-        self._context = ServerContext(store_name, self.id, directory, topology.probe())
+        self._context = _context(store_name, self.id, directory, told)
         self._halves: dict[str, TransportServer] = {}
         self._closing: set[asyncio.Task[None]] = set()  # tasks that close halves
         # The handshakes that halves are answering, by client and transport; and those of them that
@@ -277,3 +281,15 @@ def default_prefault(capacity: int) -> int:
     an eighth of the memory limit.
     """
     return min(_GIB, capacity // 2, topology.memory_limit_bytes() // 8)
+
+
+def _context(store_name: str, volume_id: str, directory: str, told: Sequence[str]) -> ServerContext:
+    here = topology.probe()
+    try:
+        usable = networks.own(told)
+    except OSError as error:
+        log.warning("the addresses of this host cannot be listed: %s", error)
+        usable = ()
+    if usable:
+        here = msgspec.structs.replace(here, networks=networks.reachable(usable))
+    return ServerContext(store_name, volume_id, directory, here, usable)

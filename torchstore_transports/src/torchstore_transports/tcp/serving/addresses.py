@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torchstore_core.machine.networks import (
     LOOPBACK,
+    Network,
     bound,
     common,
     local_address_to,
@@ -20,8 +21,12 @@ __all__ = ["addresses_for"]
 _MOST = 8
 
 
-def addresses_for(client: Greeting) -> list[str]:
+def addresses_for(client: Greeting, told: Sequence[Network] = ()) -> list[str]:
     """Return the addresses of this host at which the client may reach it, the best first.
+
+    Args:
+        told: see ``ServerContext``. A client in this network namespace reaches it at the loopback
+            all the same.
 
     Raises:
         ConfigurationError: ``TORCHSTORE_BIND`` names what is neither an address nor an interface.
@@ -31,6 +36,8 @@ def addresses_for(client: Greeting) -> list[str]:
         return [one.address for one in chosen]
     if client.namespace and client.namespace == namespace_id():
         return [LOOPBACK]
+    if told:
+        return [one.address for one in told]
     here = networks()
     own = {one.address for one in here}
     found = [mine.address for mine, _ in common(here, client.networks)]
