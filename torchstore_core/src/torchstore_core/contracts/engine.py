@@ -10,9 +10,9 @@ carries messages between them; it can extend a store to these hosts. The core ne
   with ``server.remote.attached.VolumeConnection``. If the engine knows at which addresses the
   other hosts of the job reach that one, it tells the volume (``told``): transports then listen at
   these, unless the user has chosen others.
-* **Messages in both directions.** No part of a store but its transports listens on a network. On every host but the
-  server's, the engine starts a ``server.remote.relay.Relay``: a Unix socket that the clients and
-  volumes of that host use as if it were the server's. Their messages go through an
+* **Messages in both directions.** No part of a store but its transports listens on a network. On
+  every host but the server's, the engine starts a ``server.remote.relay.Relay``: a Unix socket that
+  the clients and volumes of that host use as if it were the server's. Their messages go through an
   :class:`Uplink`, which the engine implements and which treats them as opaque bytes.
 * **Detection of deaths.** On one host, the kernel reports them: a socket closes, a process ends. A
   process that dies on another host just falls silent: ``RelayServer`` gives up a relay that it has
