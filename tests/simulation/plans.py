@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from copy import copy
-from dataclasses import dataclass, field, replace
+
+import msgspec
+from msgspec.structs import replace
 
 __all__ = ["KEPT", "ROOMY", "Fault", "Operation", "Plan", "plan_of"]
 
@@ -16,8 +18,7 @@ ROOMY = 2000
 KEPT = -1
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Operation:
+class Operation(msgspec.Struct, frozen=True, eq=False):
     """One call of one client.
 
     Args:
@@ -70,8 +71,7 @@ class Operation:
         return f"#{self.number} {self.kind} {','.join(self.keys)}{more}{sizes}"
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Fault:
+class Fault(msgspec.Struct, frozen=True, eq=False):
     """Something that goes wrong once.
 
     Args:
@@ -96,8 +96,7 @@ class Fault:
     broken: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """A run.
 
     Attributes:
@@ -121,7 +120,7 @@ class Plan:
     travels: bool = False
     relayed: tuple[int, ...] = ()
     copies: int = 1
-    keys: tuple[str, ...] = field(default=KEYS)
+    keys: tuple[str, ...] = KEYS
     refers: bool = False
     kept: bool = False
     pages: int = 0

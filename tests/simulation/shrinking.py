@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
+from msgspec.structs import replace
 from tests.simulation.machine.scheduling import Name, Recorded, Schedule
 from tests.simulation.plans import Plan, plan_of
 from tests.simulation.promises.violations import Violation

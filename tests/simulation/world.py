@@ -48,6 +48,7 @@ class World:
 
     Attributes:
         telling: whether anybody wants to be told what happens.
+        is_timed: see the plan.
         step: how many actions have happened.
         point: how many messages the server has handled, and how often its loop has gone on.
         touched: whether the last action changed anything at the server.
@@ -65,6 +66,7 @@ class World:
         self._say = say
         self.telling = say is not None
         self.plan = plan
+        self.is_timed = plan.is_timed
         self.schedule = schedule
         self.step = 0
         self.point = 0
@@ -208,31 +210,34 @@ class World:
 
     def _go(self) -> None:
         schedule, loop, names = self.schedule, self.loop, self.names
-        faults = self._timed
+        callback, time, is_timed = self._callback, self._time, self.is_timed
+        ready, faults = loop.ready, self._timed
         while True:
             if faults and self.step >= faults[0].after:
                 fault = faults.popleft()
-                self._happened(("fault", fault.number))
-                self._do(functools.partial(self._fail, fault))
+                action = Action(("fault", fault.number), functools.partial(self._fail, fault))
+            elif (chosen := schedule.choose()) is not None:
+                action = chosen
+            elif faults:
+                self.step = faults[0].after
+                continue
             else:
-                action = schedule.choose()
-                if action is None:
-                    if not faults:
-                        return
-                    self.step = faults[0].after
-                    continue
-                self.step += 1
-                names.append(action.name)
-                self._do(action.run)
-            if loop.ready:
-                schedule.enable(self._callback)
-            else:
-                schedule.disable(self._callback)
-            if self.plan.is_timed:
-                if self.loop.next_timer is not None:
-                    schedule.enable(self._time)
+                return
+            self.step += 1
+            names.append(action.name)
+            try:
+                action.run()
+            except Killed:  # in the midst of it
+                self.lives.end()
+            if not ready:
+                schedule.disable(callback)
+            elif callback.at < 0:
+                schedule.enable(callback)
+            if is_timed:
+                if loop.next_timer is not None:
+                    schedule.enable(time)
                 else:
-                    schedule.disable(self._time)
+                    schedule.disable(time)
             if self.touched:
                 self.touched = False
                 check_accounts(self._controller)
@@ -240,13 +245,6 @@ class World:
                     raise Violation("server", str(loop.failed))
             if self.step > _MOST_STEPS:
                 raise Violation("endless", "the clients never come to an end")
-
-    def _do(self, run: Callable[[], None]) -> None:
-        """One action; the server may be killed in the midst of it."""
-        try:
-            run()
-        except Killed:
-            self.lives.end()
 
     def digest(self) -> str:
         """The same for runs in which the same has happened."""
@@ -270,10 +268,6 @@ class World:
         if now > self.loop.now or due <= self.loop.now:
             self.touched = True
             self.loop.advance(max(0.0, now - self.loop.now))
-
-    def _happened(self, name: Name) -> None:
-        self.step += 1
-        self.names.append(name)
 
     def _fail(self, fault: Fault) -> None:
         if fault.kind == "lose":

@@ -389,10 +389,12 @@ class Client:
 
     def _offer(self) -> None:
         """Let the next operation begin, if one can."""
-        if self._next is None and self._script:
+        if self._next is None:
+            if not self._script:
+                return
             self._next = self._script.popleft()
             self._start = Action(("start", self.index, self._next.number), self._begin_next)
-        if self._start is None or self._next is None:
+        if self._start is None:
             return
         if len(self.tasks) < self.world.plan.slots and self._channel(0) is not None:
             self.world.schedule.enable(self._start)

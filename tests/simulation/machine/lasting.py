@@ -6,12 +6,11 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from tests.simulation.machine.lives import Handled
-from tests.simulation.machine.network import Connection, Direct
+from tests.simulation.machine.network import Connection, Direct, Sent
 
 from torchstore_core.server.index.records import SessionRecord
 from torchstore_core.server.serving.conversation import Conversation
 from torchstore_core.wire import messages as m
-from torchstore_core.wire.framing import HEADER, decode_reply, decode_request
 from torchstore_core.wire.repeating import number_of
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class Lasting(Direct):
         self._next: Lasting | None = None  # what has taken its place
         self._was_read = False
         self._is_first = False
-        self._unsent: deque[tuple[bytearray, int]] = deque()  # answers, as in `_down`
+        self._unsent: deque[tuple[m.Message | None, int]] = deque()  # answers, as in `_down`
         self._is_stalled = False  # because there were some
         self._is_closing = False  # the server does, for whatever reason
         self._asked: dict[int, tuple[m.Message, Call | None]] = {}
@@ -66,7 +65,7 @@ class Lasting(Direct):
             self._next.send(message, call)
         elif not self.down:
             super().send(message, call)
-        elif not isinstance(message, m.Cancel):
+        elif type(message) is not m.Cancel:
             self._postponed.append((message, call))
 
     def ask(self, message: m.Message, number: int, task: Task | None, call: Call | None) -> None:
@@ -83,10 +82,7 @@ class Lasting(Direct):
         self._is_closing = True
         while len(self._up) > keep:
             self._up.pop()
-            self._times.pop()
-        self._up.append((b"", None))
-        self._times.append(self._world.loop.now)
-        self._world.schedule.enable(self._arrive)
+        self._send_end()
 
     def _forget(self) -> None:
         self._down.extend(self._unsent)
@@ -96,8 +92,7 @@ class Lasting(Direct):
     def _down_arrives(self) -> None:
         super()._down_arrives()
         if self._unsent and not self._down:
-            frame, point = self._unsent.popleft()
-            self._send(frame, point)
+            self._send(*self._unsent.popleft())
             if not self._unsent:
                 self._world.touched = True
                 self._goes_on()
@@ -161,15 +156,14 @@ class Lasting(Direct):
     def _keep(self, session: SessionRecord) -> None:
         self.is_kept = self._world.server.keep_connection(session, self)  # type: ignore[arg-type]
 
-    def _receive(self, body: bytes, call: Call | None) -> None:
-        world = self._world
+    def _receive(self, sent: Sent) -> None:
+        world, request, call = self._world, sent.message, sent.call
         world.point += 1
         self._was_read = True
-        request = decode_request(body)
         number = getattr(request, "id", 0)
-        again = isinstance(request, m.Again)
-        if isinstance(request, m.Again):
-            request = request.request
+        again = type(request) is m.Again
+        if again:
+            request = request.request  # type: ignore[union-attr]
         if call is not None:
             session = self._conversation._session
             token = b"" if session is None else session.token
@@ -177,19 +171,19 @@ class Lasting(Direct):
             if not again or not (done or world.lives.result_of(token, request)):
                 call.reached(world.point)
             self.handled[number] = Handled(token, request, call)
-            if world.plan.is_timed:
+            if world.is_timed:
                 self._unanswered[number] = call
         if world.telling:
             self._tell(f"server <- {self}{' again' if again else ''}", request)
         if not self.is_kept:
-            self._conversation.handle(body)
+            self._conversation.handle(sent.body)
             return
-        self._put_back(body, call)
+        self._put_back(sent)
         if self._is_first:
             self._is_first = False
-            self._conversation.handle_first(body)
+            self._conversation.handle_first(sent.body)
         else:
-            self._conversation.handle(body)
+            self._conversation.handle(sent.body)
         world.lives.handled()
         self._take_out()
 
@@ -201,15 +195,13 @@ class Lasting(Direct):
             self._is_stalled, self._broken = False, True  # that is seen when it is written to
         super()._up_arrives()
 
-    def _put_back(self, body: bytes, call: Call | None) -> None:
+    def _put_back(self, sent: Sent) -> None:
         """It stays in the kernel's buffer until it is handled."""
-        self._up.appendleft((body, call))
-        self._times.appendleft(self._world.loop.now)
+        self._up.appendleft(sent._replace(at=self._world.loop.now))
         self._world.schedule.enable(self._arrive)
 
     def _take_out(self) -> None:
         self._up.popleft()
-        self._times.popleft()
         if not self._up:
             self._world.schedule.disable(self._arrive)
 
@@ -217,23 +209,21 @@ class Lasting(Direct):
         if not self._world.lives.is_dying:
             super()._answers(frame)
 
-    def write(self, frame: bytes | bytearray) -> None:
+    def reply(self, reply: m.Message | None) -> None:
         if self.closed:
-            super().write(frame)
+            super().reply(reply)
         elif self._unsent or len(self._down) >= _FIT:
-            self._unsent.append((bytearray(frame), self._world.point))
+            self._unsent.append((reply, self._world.point))
             self._is_stalled = True
             self._conversation.pause()
         else:
-            self._send(bytearray(frame), self._world.point)
+            self._send(reply, self._world.point)
 
-    def _send(self, frame: bytearray, point: int) -> None:
+    def _send(self, reply: m.Message | None, point: int) -> None:
         """The kernel takes an answer, or the end."""
-        if frame:
-            reply = decode_reply(memoryview(frame)[HEADER:])
-            if not isinstance(reply, m.Delayed):
-                self.handled.pop(getattr(reply, "id", 0), None)
-        self._down.append((frame, point))
+        if reply is not None and type(reply) is not m.Delayed:
+            self.handled.pop(getattr(reply, "id", 0), None)
+        self._down.append((reply, point))
         self._world.schedule.enable(self._answer)
 
     def hang_up(self) -> None:
@@ -245,17 +235,17 @@ class Lasting(Direct):
     def _lost(self) -> None:
         super()._lost()
         if self.is_kept:
-            self.write(b"")
+            self.reply(None)
 
     def _end(self) -> None:
         super()._end()
         if self._is_closing:
-            self.write(b"")
+            self.reply(None)
         self._not_kept()
 
-    def _breaks(self, left: list[tuple[bytes, Call | None]]) -> None:
+    def _breaks(self, left: list[Sent]) -> None:
         if self.is_kept:
-            self._put_back(*left[0])
+            self._put_back(left[0])
         super()._breaks(left)
         self._forget_sent()
         self._not_kept()
@@ -272,7 +262,6 @@ class Lasting(Direct):
     def _forget_sent(self) -> None:
         """Nobody reads any more what was sent."""
         self._up.clear()
-        self._times.clear()
         self._world.schedule.disable(self._arrive)
 
     def dropped(self) -> None:
@@ -294,7 +283,7 @@ class Lasting(Direct):
         if self._ended:  # whoever reads it is told so again
             self._ended = False
             if not self._up:
-                self._put_back(b"", None)
+                self._send_end()
         self._conversation = self._converse()
         self._keep(session)
         self._conversation.go_on(session)
@@ -322,9 +311,9 @@ class Lasting(Direct):
         self._forget_handled()
         self._is_stalled = False
         if self.closed:
-            self.write(b"")
+            self.reply(None)
         else:
-            self._send(bytearray(), self._world.point)
+            self._send(None, self._world.point)
 
     def _forget_handled(self) -> None:
         self.handled.clear()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 from tests.simulation.machine.scheduling import Action
@@ -14,16 +14,31 @@ from tests.simulation.machine.telling import brief
 
 from torchstore_core.server.serving.conversation import Conversation
 from torchstore_core.wire import messages as m
-from torchstore_core.wire.framing import HEADER, decode_reply, decode_request
+from torchstore_core.wire.framing import HEADER, decode_reply
 
 if TYPE_CHECKING:
     from tests.simulation.acting.clients import Client, Task
     from tests.simulation.promises.histories import Call
     from tests.simulation.world import World
 
-__all__ = ["Connection", "Direct"]
+__all__ = ["Connection", "Direct", "Sent"]
 
 _encode = msgspec.msgpack.Encoder().encode
+
+
+class Sent(NamedTuple):
+    """A message of a client that has not arrived yet.
+
+    Args:
+        body: the message as bytes; empty: the end of the connection.
+        message: None: the end.
+        at: when it was sent, if time counts.
+    """
+
+    body: bytes
+    message: m.Message | None
+    call: Call | None
+    at: float
 
 
 class Connection(ABC):
@@ -43,9 +58,9 @@ class Connection(ABC):
         self._ended = False  # whoever is at the other end does not
         self._broken = False
         self.waiting: dict[int, Task | None] = {}
-        self._up: deque[tuple[bytes, Call | None]] = deque()
-        self._times: deque[float] = deque()  # when those were sent, if time counts
-        self._down: deque[tuple[bytearray, int]] = deque()
+        self._up: deque[Sent] = deque()
+        # Answers, and the points at which they were sent; None: the end.
+        self._down: deque[tuple[m.Message | None, int]] = deque()
         self._arrive = Action(("up", *name), self._up_arrives)
         self._answer = Action(("down", *name), self._down_arrives)
 
@@ -53,8 +68,8 @@ class Connection(ABC):
         lane = f"channel {self.lane}" if self.lane else "liveness"
         return f"client {self.client.index} ({lane})"
 
-    def _tell(self, how: str, message: m.Message) -> None:
-        if self._world.telling and not isinstance(message, m.Hello | m.Welcome):
+    def _tell(self, how: str, message: m.Message | None) -> None:
+        if message is not None and type(message) not in (m.Hello, m.Welcome):
             self._world.tell(f"{how} {brief(message)}")
 
     # ---- the client's end -----------------------------------------------------------------
@@ -62,7 +77,7 @@ class Connection(ABC):
     @property
     def oldest(self) -> float | None:
         """When the message was sent that arrives next; None: there is none."""
-        return self._times[0] if self._times else None
+        return self._up[0].at if self._up else None
 
     @property
     def quiet(self) -> bool:
@@ -72,9 +87,10 @@ class Connection(ABC):
     def send(self, message: m.Message, call: Call | None = None) -> None:
         """Send a message that belongs to a call."""
         if not self.closed:
-            self._up.append((_encode(message), call))
-            self._times.append(self._world.loop.now)
-            self._world.schedule.enable(self._arrive)
+            world = self._world
+            self._up.append(Sent(_encode(message), message, call, world.loop.now))
+            if self._arrive.at < 0:
+                world.schedule.enable(self._arrive)
 
     def ask(self, message: m.Message, number: int, task: Task | None, call: Call | None) -> None:
         """Send a request, for whose answer a task waits."""
@@ -86,10 +102,13 @@ class Connection(ABC):
         if self.closed:
             return
         self.closed = True
-        self._up.append((b"", None))
-        self._times.append(self._world.loop.now)
-        self._world.schedule.enable(self._arrive)
+        self._send_end()
         self._forget()
+
+    def _send_end(self) -> None:
+        """What was sent is followed by the end."""
+        self._up.append(Sent(b"", None, None, self._world.loop.now))
+        self._world.schedule.enable(self._arrive)
 
     def cut(self, keep: int, *, broken: bool = False) -> None:
         """As :meth:`close`, but only the first ``keep`` of the messages under way arrive.
@@ -99,16 +118,15 @@ class Connection(ABC):
         """
         while len(self._up) > keep:
             self._up.pop()
-            self._times.pop()
         self._broken = broken
         self.close()
 
     def _forget(self) -> None:
         """Nobody reads the answers that are under way; the calls have taken effect, though."""
         while self._down:
-            frame, point = self._down.popleft()
-            if frame:
-                self.unread(decode_reply(memoryview(frame)[HEADER:]), point)
+            reply, point = self._down.popleft()
+            if reply is not None:
+                self.unread(reply, point)
         self._world.schedule.disable(self._answer)
 
     def unread(self, reply: m.Message, point: int) -> None:
@@ -120,13 +138,12 @@ class Connection(ABC):
             task.call.never_heard(reply, point)
 
     def _down_arrives(self) -> None:
-        frame, point = self._down.popleft()
+        reply, point = self._down.popleft()
         if not self._down:
             self._world.schedule.disable(self._answer)
-        if not frame:
+        if reply is None:
             self._hung_up()
             return
-        reply = decode_reply(memoryview(frame)[HEADER:])
         if self._world.telling:
             self._tell(f"{self} hears", reply)
         if type(reply) is m.Delayed:
@@ -154,8 +171,7 @@ class Connection(ABC):
     # ---- the other end --------------------------------------------------------------------
 
     def _up_arrives(self) -> None:
-        body, call = self._up.popleft()
-        self._times.popleft()
+        sent = self._up.popleft()
         if not self._up:
             self._world.schedule.disable(self._arrive)
         self._world.touched = True
@@ -163,9 +179,9 @@ class Connection(ABC):
             return
         if self._broken:
             self._ended = True
-            self._breaks([(body, call), *self._up])
-        elif body:
-            self._receive(body, call)
+            self._breaks([sent, *self._up])
+        elif sent.message is not None:
+            self._receive(sent)
         else:
             self._ended = True
             if self._world.telling:
@@ -173,7 +189,7 @@ class Connection(ABC):
             self._end()
 
     @abstractmethod
-    def _receive(self, body: bytes, call: Call | None) -> None:
+    def _receive(self, sent: Sent) -> None:
         """A message has arrived."""
 
     @abstractmethod
@@ -181,24 +197,25 @@ class Connection(ABC):
         """Everything has arrived, and the connection is closed."""
 
     @abstractmethod
-    def _breaks(self, left: list[tuple[bytes, Call | None]]) -> None:
+    def _breaks(self, left: list[Sent]) -> None:
         """The connection is closed, and these were not read."""
 
     @abstractmethod
     def died(self) -> None:
         """The process at the client's end is dead."""
 
-    def write(self, frame: bytes | bytearray) -> None:
-        """The other end sends an answer."""
+    def reply(self, reply: m.Message | None) -> None:
+        """The other end sends an answer; None: the end."""
+        world = self._world
         if not self.closed:
-            self._down.append((bytearray(frame), self._world.point))
-            self._world.schedule.enable(self._answer)
-        elif frame:
-            self.unread(decode_reply(memoryview(frame)[HEADER:]), self._world.point)
+            self._down.append((reply, world.point))
+            world.schedule.enable(self._answer)
+        elif reply is not None:
+            self.unread(reply, world.point)
 
     def hang_up(self) -> None:
         """The other end closes it."""
-        self.write(b"")
+        self.reply(None)
         self._world.loop.call_soon(self._lost)
 
     def _lost(self) -> None:
@@ -219,25 +236,24 @@ class Direct(Connection):
     def _converse(self) -> Conversation:
         return Conversation(self._world.server, self._answers, self.hang_up)
 
-    def _receive(self, body: bytes, call: Call | None) -> None:
-        self._world.point += 1
+    def _receive(self, sent: Sent) -> None:
+        world, call = self._world, sent.call
+        world.point += 1
         if call is not None:
-            call.reached(self._world.point)
-            if self._world.plan.is_timed:
-                self._unanswered[getattr(decode_request(body), "id", 0)] = call
-        if self._world.telling:
-            self._tell(f"server <- {self}", decode_request(body))
-        self._conversation.handle(body)
+            call.reached(world.point)
+            if world.is_timed:
+                self._unanswered[getattr(sent.message, "id", 0)] = call
+        if world.telling:
+            self._tell(f"server <- {self}", sent.message)
+        self._conversation.handle(sent.body)
 
     def _answers(self, frame: bytearray) -> None:
-        plan = self._world.plan
-        if self._world.telling or plan.is_timed:
-            reply = decode_reply(memoryview(frame)[HEADER:])
-            if self._world.telling:
-                self._tell(f"server -> {self}", reply)
-            if plan.is_timed:
-                self._answers_later(reply)
-        self.write(frame)
+        world, reply = self._world, decode_reply(memoryview(frame)[HEADER:])
+        if world.telling:
+            self._tell(f"server -> {self}", reply)
+        if world.is_timed:
+            self._answers_later(reply)
+        self.reply(reply)
 
     def _answers_later(self, reply: m.Message) -> None:
         """What was delayed happens when it is answered."""
@@ -255,17 +271,17 @@ class Direct(Connection):
     def _end(self) -> None:
         self._conversation.ended()
 
-    def _breaks(self, left: list[tuple[bytes, Call | None]]) -> None:
+    def _breaks(self, left: list[Sent]) -> None:
         if not self._conversation.greeted:  # it breaks when the server has something to write
-            body, call = left.pop(0)
-            if body:
-                self._receive(body, call)
-        for body, _ in left:
-            if body:
+            first = left.pop(0)
+            if first.message is not None:
+                self._receive(first)
+        for sent in left:
+            if sent.message is not None:
                 self._world.point += 1
                 if self._world.telling:
-                    self._tell(f"server <- {self}, as last words,", decode_request(body))
-                self._hear_last(body)
+                    self._tell(f"server <- {self}, as last words,", sent.message)
+                self._hear_last(sent.body)
         self._conversation.ended()
 
     def _hear_last(self, body: bytes) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
-from tests.simulation.machine.network import Connection
+from tests.simulation.machine.network import Connection, Sent
 from tests.simulation.machine.scheduling import Action
 
 from torchstore_core.errors import TorchStoreError
@@ -20,7 +20,7 @@ from torchstore_core.server.remote.relay import Relay, _Client
 from torchstore_core.server.remote.relay_server import RelayServer
 from torchstore_core.server.serving.conversation import Conversation
 from torchstore_core.wire import messages as m
-from torchstore_core.wire.framing import HEADER, decode_request
+from torchstore_core.wire.framing import HEADER, decode_reply, decode_request
 
 if TYPE_CHECKING:
     from tests.simulation.acting.clients import Client
@@ -169,7 +169,7 @@ class _Socket:
         return self._closing
 
     def write(self, frame: bytes) -> None:
-        self._connection.write(frame)
+        self._connection.reply(decode_reply(memoryview(frame)[HEADER:]))
 
     def close(self) -> None:
         if not self._closing:
@@ -233,17 +233,18 @@ class Relayed(Connection):
         self._said.clear()
         self._uplink.heard()
 
-    def _receive(self, body: bytes, call: Call | None) -> None:
-        self._under_way.append(call)
+    def _receive(self, sent: Sent) -> None:
+        self._under_way.append(sent.call)
+        body = sent.body
         self._there.data_received(len(body).to_bytes(HEADER, "little") + body)
 
     def _end(self) -> None:
         self._there.connection_lost(None)
 
-    def _breaks(self, left: list[tuple[bytes, Call | None]]) -> None:
-        left = [one for one in left if one[0]]
-        self._under_way += [call for _, call in left]
-        self._there.left_behind([body for body, _ in left])
+    def _breaks(self, left: list[Sent]) -> None:
+        left = [one for one in left if one.message is not None]
+        self._under_way += [one.call for one in left]
+        self._there.left_behind([one.body for one in left])
         self._there.connection_lost(None)
 
     def died(self) -> None:

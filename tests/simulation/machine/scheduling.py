@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Callable, Sequence
 
 __all__ = ["Action", "Name", "Recorded", "Schedule"]
 
 Name = tuple[str | int, ...]
+
+_rank = operator.attrgetter("rank")
 
 
 class Action:
@@ -61,13 +64,12 @@ class Schedule:
     def choose(self) -> Action | None:
         """What happens next; None if nothing can."""
         enabled = self.enabled
-        if not enabled:
-            return None
-        if len(enabled) == 1:
-            return enabled[0]
+        count = len(enabled)
+        if count < 2:
+            return enabled[0] if count else None
         number = self._random()
         if not self._ranked or number < self._evenly:
-            chosen = enabled[int(self._random() * len(enabled))]
+            chosen = enabled[int(self._random() * count)]
             chosen.rank = number
             return chosen
         return max(enabled, key=_rank)
@@ -98,7 +100,3 @@ class Recorded(Schedule):
                 return action
         self._turn += 1
         return self.enabled[self._turn % len(self.enabled)]
-
-
-def _rank(action: Action) -> float:
-    return action.rank
