@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from copy import copy
 
 import msgspec
 from msgspec.structs import replace
@@ -139,7 +138,7 @@ class Plan(msgspec.Struct, frozen=True):
 def plan_of(source: random.Random) -> Plan:
     """What a seed makes happen."""
     # From numbers of their own: so the other plans are what they would be without these.
-    own = random.Random(~copy(source).getrandbits(64))
+    own = random.Random(~_peek(source))
     pages = own.choice((1, 2, 3, 6, 50)) if own.random() < 0.12 else 0
     if pages:
         source = own
@@ -198,9 +197,17 @@ def plan_of(source: random.Random) -> Plan:
     if relayed or any(fault.kind == "lose" for fault in faults):  # such a store has no keeper
         return plan
     # From numbers of their own: so the rest of a plan is what it would be without them.
-    number = copy(source).getrandbits(64)
+    number = _peek(source)
     plan = _with_deaths(plan, random.Random(number), total)
     return _with_failures(plan, random.Random(number + 1), total) if pages else plan
+
+
+def _peek(source: random.Random) -> int:
+    """The number that comes next, which is still to come."""
+    state = source.getstate()
+    number = source.getrandbits(64)
+    source.setstate(state)
+    return number
 
 
 def _with_deaths(plan: Plan, source: random.Random, total: int) -> Plan:

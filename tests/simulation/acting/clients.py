@@ -93,7 +93,7 @@ class Task:
     def _take(self, wanted: m.Message | Packet | None) -> None:
         if wanted is None:
             self.world.schedule.enable(self._go)
-        elif isinstance(wanted, Packet):
+        elif type(wanted) is Packet:
             self._sent += 1
             number = self._sent
             self.world.halves[wanted.volume].send(wanted, lambda landed: self._came(number, landed))
@@ -127,15 +127,14 @@ class Task:
 
 def conclude(call: Call, reply: m.Message, step: int) -> None:
     """A call has its last answer."""
-    match reply:
-        case m.Failure():
-            call.failed(reply.code, step)
-        case m.Committed():
-            call.returned(reply.versions, step)
-        case m.Deleted():
-            call.returned(reply.count, step)
-        case m.Flags():
-            call.returned(reply.flags, step)
+    if type(reply) is m.Committed or type(reply) is m.CommittedIn:
+        call.returned(reply.versions, step)
+    elif type(reply) is m.Failure:
+        call.failed(reply.code, step)
+    elif type(reply) is m.Deleted:
+        call.returned(reply.count, step)
+    elif type(reply) is m.Flags:
+        call.returned(reply.flags, step)
 
 
 class Client:
@@ -215,14 +214,14 @@ class Client:
 
     def answered(self, connection: Connection, reply: m.Message) -> None:
         """A connection was welcomed, or not."""
-        if isinstance(reply, m.Flags):
+        if type(reply) is m.Flags:
             for channel in self._probes.pop(reply.id, ()):
                 if channel in self.lanes and channel.lane not in self._joining:
                     channel.give_up()
-        if not isinstance(reply, m.Welcome):
+        if type(reply) is not m.Welcome:
             return
         connection.opened = True
-        if isinstance(connection, Lasting):
+        if type(connection) is Lasting:
             connection.life = reply.life
         if self._joining.get(connection.lane) is connection:
             self._adopt(connection)
@@ -266,7 +265,7 @@ class Client:
         """A channel breaks, and is opened again."""
         for connection in self.lanes[1:]:
             if connection.opened and not connection.closed:
-                if isinstance(connection, Lasting):
+                if type(connection) is Lasting:
                     connection.close_at_the_server(keep)
                 else:
                     connection.cut(keep, broken=broken)
@@ -307,7 +306,7 @@ class Client:
             self._probe()
 
     def _probe(self) -> None:
-        down = [one for one in self.lanes if isinstance(one, Lasting) and one.down]
+        down = [one for one in self.lanes if type(one) is Lasting and one.down]
         if down and not self.lanes[0].closed:
             number = self.number()
             self._probes[number] = down
@@ -328,11 +327,11 @@ class Client:
             before = self._joining.pop(channel.lane, None)
             if before is not None:
                 before.close()
-            if isinstance(channel, Lasting) and 0 < channel.life < welcome.life:
+            if type(channel) is Lasting and 0 < channel.life < welcome.life:
                 self._joining[channel.lane] = self._open(channel.lane)  # type: ignore[assignment]
 
     def _resume(self, welcome: m.Welcome) -> None:
-        channels = [one for one in self.lanes[1:] if isinstance(one, Lasting)]
+        channels = [one for one in self.lanes[1:] if type(one) is Lasting]
         asks = [number for channel in channels for number in channel.unanswered()]
         unfinished, leases = list(self.unfinished), list(self.leases.items())
         for told in resumes(welcome.life, unfinished, leases, asks, most=2):

@@ -29,6 +29,7 @@ __all__ = ["Handled", "Killed", "Lives"]
 
 # What a client sees of it at most.
 _PAUSE_S = 0.5
+_PUTS = frozenset((m.Put, m.Rewind, m.PutObject))
 
 
 class Killed(SystemExit):
@@ -291,5 +292,5 @@ class Lives:
         done = self.result_of(handled.token, request)
         if done is not None:
             call.never_heard(done, call.at)
-        elif isinstance(request, m.Put | m.PutObject):
+        elif type(request) in _PUTS:
             call.begun = 0  # it has not been executed

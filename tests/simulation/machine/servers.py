@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import functools
 import logging
 import secrets
@@ -80,7 +79,8 @@ def server_on(
 
     ``spill_capacity``: what of it is not pinned may be spilled; 0: it has no disk.
     """
-    server = copy.copy(_pattern())
+    server = Server.__new__(Server)
+    vars(server).update(vars(_pattern()))
     server._keeper = keeper
     if spill_capacity:
         there = {"spill": DIRECTORY, "spill_capacity": spill_capacity, "when_full": "spillable"}

@@ -159,12 +159,11 @@ def _check_volumes(
             raise Violation("accounts", f"{value} has {pins.get(value, 0)} leases")
         if away and value in away:
             continue
-        at = value.volume
         if value.data is not None:
-            inline[at] += value.nbytes
+            inline[value.volume] += value.nbytes
             continue
         size = (value.nbytes + ALIGNMENT - 1) & -ALIGNMENT
-        for at, offset in ((at, value.offset), *value.more) if value.more else ((at, value.offset),):
+        for at, offset in value.places:
             ranges[at].append((offset, size))
             used[at] += size
             if value.pins:

@@ -83,15 +83,14 @@ class Call:
         """The server has answered the last request, but the client does not listen any more."""
         if self.known or not self.sent:
             return
-        match reply:
-            case m.Failure():
-                self.code = reply.code
-            case m.Committed():
-                self.result = reply.versions
-            case m.Deleted():
-                self.result = reply.count
-            case _:
-                return
+        if type(reply) is m.Committed or type(reply) is m.CommittedIn:
+            self.result = reply.versions
+        elif type(reply) is m.Failure:
+            self.code = reply.code
+        elif type(reply) is m.Deleted:
+            self.result = reply.count
+        else:
+            return
         self.known = True
         self.answered_at(point)
 

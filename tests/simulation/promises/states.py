@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import functools
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+from types import NoneType
 from typing import Any
 
 import msgspec
@@ -19,9 +22,10 @@ _TIMES = ("created", "closed")
 #: they began, a log does not say whether they have been asked for and refused since.)
 OF_A_LIFE = (*_TIMES, "due", "is_hurried", "channels", "met", "meets", "ending", "opened")
 OF_A_LIFE += ("handshakes_weight", "ended_early")
+_ATOMS = frozenset((NoneType, bool, int, float, str, bytes))
 
 
-def state_of(controller: Controller, without: Collection[str] = _TIMES) -> Any:
+def state_of(controller: Controller, without: tuple[str, ...] = _TIMES) -> Any:
     """All of its state as plain data; of what several refer to, where it came first.
 
     Args:
@@ -43,26 +47,53 @@ def state_of(controller: Controller, without: Collection[str] = _TIMES) -> Any:
         controller.spilling.evicted,
     ]
     sessions = dict(sorted(controller.sessions.items()))
-    return _plain([*roots, sessions, accounts], {}, without)
+    return _Plain(without).of([*roots, sessions, accounts])
 
 
-def _plain(one: Any, seen: dict[int, int], without: Collection[str]) -> Any:
-    if isinstance(one, msgspec.Struct) and one.__struct_config__.frozen:
-        return one
-    if isinstance(one, msgspec.Struct | dict | list | set):
-        if id(one) in seen:
-            return ("as", seen[id(one)])
+class _Plain:
+    """Makes plain data. ``without``: names of fields that are left out."""
+
+    def __init__(self, without: tuple[str, ...]) -> None:
+        self._without = without
+        self._seen: dict[int, int] = {}
+
+    def of(self, one: Any) -> Any:
+        """One as plain data."""
+        kind = type(one)
+        if kind in _ATOMS:
+            return one
+        if issubclass(kind, msgspec.Struct):
+            if kind.__struct_config__.frozen:
+                return one
+            return self._again(one) or (kind, self._all(_fields(kind, self._without)(one)))
+        if issubclass(kind, dict):
+            if again := self._again(one):
+                return again
+            names = [getattr(key, "token", key) for key in one]
+            return list(zip(names, self._all(one.values()), strict=True))
+        if issubclass(kind, set):
+            parts = sorted(one, key=lambda x: getattr(x, "token", x))
+            return self._again(one) or self._all(parts)
+        if issubclass(kind, list):
+            return self._again(one) or self._all(one)
+        return self._all(one) if issubclass(kind, tuple) else one
+
+    def _all(self, parts: Iterable[Any]) -> list[Any]:
+        of = self.of
+        return [one if type(one) in _ATOMS else of(one) for one in parts]
+
+    def _again(self, one: Any) -> tuple[str, int] | None:
+        """Which one it is of those that came before."""
+        seen = self._seen
+        number = seen.get(id(one))
+        if number is not None:
+            return ("as", number)
         seen[id(one)] = len(seen)
-    if isinstance(one, msgspec.Struct):
-        names = [name for name in one.__struct_fields__ if name not in without]
-        return (type(one), [_plain(getattr(one, name), seen, without) for name in names])
-    if isinstance(one, dict):
-        names = [getattr(key, "token", key) for key in one]
-        parts = [_plain(value, seen, without) for value in one.values()]
-        return list(zip(names, parts, strict=True))
-    if isinstance(one, set):
-        parts = sorted(one, key=lambda x: getattr(x, "token", x))
-        return [_plain(child, seen, without) for child in parts]
-    if isinstance(one, list | tuple):
-        return [_plain(child, seen, without) for child in one]
-    return one
+        return None
+
+
+@functools.cache
+def _fields(kind: type[msgspec.Struct], without: tuple[str, ...]) -> Callable[[Any], Iterable[Any]]:
+    """What gets the fields of objects of a class."""
+    names = [name for name in kind.__struct_fields__ if name not in without]
+    return attrgetter(*names) if len(names) > 1 else lambda one: [getattr(one, x) for x in names]

@@ -62,7 +62,9 @@ _decode = msgspec.msgpack.Decoder(
     | m.Claim
     | m.Adopt
 ).decode
-_WITHOUT_REPLY = (m.Unhold, m.Lend, m.LendAll, m.Claim, m.Adopt, m.Contain)
+_WITHOUT_REPLY = frozenset((m.Unhold, m.Lend, m.LendAll, m.Claim, m.Adopt, m.Contain))
+_LOCATES = frozenset((m.Locate, m.LocateRefs, m.LocateKeys))
+_FETCHES = frozenset((m.Fetch, m.FetchRef, m.FetchKeys))
 _decode_ids = msgspec.msgpack.Decoder(list[int]).decode
 _decode_due = msgspec.msgpack.Decoder(tuple[list[int], list[int]]).decode
 _decode_number = msgspec.msgpack.Decoder(int).decode
@@ -394,10 +396,11 @@ class RecordedController(Controller):
 
     def _request_again(self, record: Record) -> None:
         request = _decode(record.body)
-        if isinstance(request, _WITHOUT_REPLY):
+        kind = type(request)
+        if kind in _WITHOUT_REPLY:
             self.last_sent[record.session] = record.body
         session = self._known.get(record.session)
-        if session is None and not isinstance(request, m.Delete | m.Free):
+        if session is None and kind is not m.Delete and kind is not m.Free:
             return
         try:
             done = self._tried(session, request)
@@ -405,31 +408,30 @@ class RecordedController(Controller):
             return
         if session is not None and done is not None and (number := number_of(request)):
             mine = self.results.setdefault(session.token, {})
-            mine[type(request).__name__, number] = done
+            mine[kind.__name__, number] = done
 
     def _tried(self, session: Any, request: Any) -> m.Reply | None:
         """The answer to a request, if it has a number; also if that is an error."""
         try:
-            match request:
-                case m.Put():
-                    return granted(0, *Controller.put(self, session, request))
-                case m.Commit():
-                    return committed(0, Controller.commit(self, session, request.txn))
-                case m.Delete():
-                    return m.Deleted(0, Controller.delete(self, request.keys, request.strict))
-                case m.PutObject():
-                    return granted(0, *Controller.put_object(self, session, request))
-                case m.Locate():
-                    Controller.locate(self, session, request)
-                case m.Fetch():
-                    Controller.fetch(self, session, request)
-                case m.Hold():
-                    held = self.holds.answer(session, request)
-                    return m.CommittedIn(0, [held.version], [held.timeline])
-                case m.Free():
-                    return m.Deleted(0, self.holds.answer(session, request))
-                case _:
-                    self.holds.answer(session, request)
+            kind = type(request)  # a ``match`` would compare the classes, which takes long
+            if kind is m.Put or kind is m.Rewind:
+                return granted(0, *Controller.put(self, session, request))
+            if kind is m.Commit:
+                return committed(0, Controller.commit(self, session, request.txn))
+            if kind is m.Delete:
+                return m.Deleted(0, Controller.delete(self, request.keys, request.strict))
+            if kind is m.PutObject:
+                return granted(0, *Controller.put_object(self, session, request))
+            if kind in _LOCATES:
+                Controller.locate(self, session, request)
+            elif kind in _FETCHES:
+                Controller.fetch(self, session, request)
+            else:
+                answer = self.holds.answer(session, request)
+                if kind is m.Hold:
+                    return m.CommittedIn(0, [answer.version], [answer.timeline])
+                if kind is m.Free:
+                    return m.Deleted(0, answer)
         except TorchStoreError as error:
             return m.Failure(0, error.code, error.message, error.key, portable(error)[1])
         return None

@@ -121,19 +121,19 @@ class RecordedHolds(Holds):
 
     def answer(self, session: SessionRecord, request: Any) -> Any:
         """Execute a request that was recorded; what it gives."""
-        match request:
-            case m.Hold():
-                return super().hold(session, request)
-            case m.Unhold():
-                return super().unhold(session, request.holds)
-            case m.Free():
-                return super().free(request.refs)
-            case m.Lend():
-                return super().lend(session, request.hold, request.ticket)
-            case m.LendAll():
-                return super().lend_all(session, request.ticket)
-            case m.Claim():
-                return super().claim(session, request)
-            case m.Contain():
-                return super().contain(session, request)
+        kind = type(request)
+        if kind is m.Hold:
+            return super().hold(session, request)
+        if kind is m.Unhold:
+            return super().unhold(session, request.holds)
+        if kind is m.Free:
+            return super().free(request.refs)
+        if kind is m.Lend:
+            return super().lend(session, request.hold, request.ticket)
+        if kind is m.LendAll:
+            return super().lend_all(session, request.ticket)
+        if kind is m.Claim:
+            return super().claim(session, request)
+        if kind is m.Contain:
+            return super().contain(session, request)
         return super().adopt(session, request.ticket, request.pid)

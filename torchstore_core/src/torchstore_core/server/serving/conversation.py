@@ -40,7 +40,7 @@ __all__ = ["Conversation"]
 log = logging.getLogger(__name__)
 
 # Requests that are handled although their sender has gone: they concern others, or free memory.
-_LAST_WORDS = m.Abort | m.Release | m.Unhold | m.Lend | m.LendAll | m.Claim | m.Adopt
+_LAST_WORDS = frozenset((m.Abort, m.Release, m.Unhold, m.Lend, m.LendAll, m.Claim, m.Adopt))
 # How many Waits one conversation may have open; a client has one per awaiting task.
 _MAX_WAITERS = 100_000
 
@@ -136,7 +136,7 @@ class Conversation:
         """
         try:
             request = decode_request(body)
-            if isinstance(request, _LAST_WORDS):
+            if type(request) in _LAST_WORDS:
                 self._handle(request)
         except (TorchStoreError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             log.debug("the last words of a client: %s", error)
@@ -242,7 +242,7 @@ class Conversation:
 
     def _note_unsent(self, request: m.Request, reply: m.Reply) -> None:
         """Its client may ask for this again, though the log may lack the request by then."""
-        if isinstance(request, m.Again):
+        if type(request) is m.Again:
             request = request.request
         if number := number_of(request):
             if isinstance(reply, m.Failure):  # its details may be those of a plug-in
@@ -281,7 +281,7 @@ class Conversation:
 
     def _delay(self, request: m.Request, delayed: Delayed) -> None:
         """Answer a request later, unless its client gives it up."""
-        if isinstance(request, m.Again):  # it has changed nothing in an earlier life either
+        if type(request) is m.Again:  # it has changed nothing in an earlier life either
             request = request.request
         if isinstance(request, m.Put | m.PutObject | m.Locate | m.Fetch):
             delay = request, delayed.why
@@ -445,52 +445,51 @@ class Conversation:
     def _answer_seldom(self, request: m.Request, session: SessionRecord) -> m.Reply | None:
         """Answer what is not asked so often that it matters how long it takes to find its case."""
         controller = self._server.controller
-        match request:
-            case m.Abort():
-                if self._delayed:
-                    self._give_up(request.txns, ())
-                self._abort(session, request)
-            case m.Keep():
-                session.keeps_memory = True
-            case m.Keys():
-                return m.KeyList(request.id, controller.keys(request.prefix))
-            case m.Cancel():
-                self._sender.cancel(request.request)
-                waiter = self._waiters.pop(request.request, None)
-                if waiter is not None:
-                    controller.waiting.forget(waiter)
-            case m.Unmet():
-                unmet = controller.waiting.unmet(request.keys, request.min_version)
-                return m.UnmetKeys(request.id, unmet)
-            case m.Versions():
-                return m.Committed(request.id, controller.catalog.versions(request.key))
-            case m.Stat():
-                asked = request.key, request.version
-                found = inspection.stat(controller.catalog, controller.volumes, *asked)
-                return m.StatReply(request.id, found)
-            case m.List():
-                listed, pending, more = inspection.listing(
-                    controller.catalog, controller.volumes, request.prefix, request.after
-                )
-                return m.Listing(request.id, listed, more, pending)
-            case m.Handshake():
-                self._server.handshakes.answer(session, request, self.send)
-            case m.Settle():
-                done = m.Done(request.id)
-                uncertain = [(request.volume, request.transport)]
-                self._server.handshakes.settle(session, uncertain, lambda: self.send(done))
-            case m.Status():
-                return m.StatusReply(request.id, self._server.status())
-            case m.Shutdown():
-                return self._server.shutdown(request.id, session)
-            case m.Again():
-                return self._answer_again(request.request, session)
-            case m.Resume():
-                self._server.resumed(session, request)
-            case m.TakeCopies():
-                controller.repairs.take(session, request, self.send)
-            case m.Drain():
-                return m.DrainReply(request.id, controller.drains.drain(request))
+        if type(request) is m.Abort:
+            if self._delayed:
+                self._give_up(request.txns, ())
+            self._abort(session, request)
+        elif type(request) is m.Keep:
+            session.keeps_memory = True
+        elif type(request) is m.Keys:
+            return m.KeyList(request.id, controller.keys(request.prefix))
+        elif type(request) is m.Cancel:
+            self._sender.cancel(request.request)
+            waiter = self._waiters.pop(request.request, None)
+            if waiter is not None:
+                controller.waiting.forget(waiter)
+        elif type(request) is m.Unmet:
+            unmet = controller.waiting.unmet(request.keys, request.min_version)
+            return m.UnmetKeys(request.id, unmet)
+        elif type(request) is m.Versions:
+            return m.Committed(request.id, controller.catalog.versions(request.key))
+        elif type(request) is m.Stat:
+            asked = request.key, request.version
+            found = inspection.stat(controller.catalog, controller.volumes, *asked)
+            return m.StatReply(request.id, found)
+        elif type(request) is m.List:
+            listed, pending, more = inspection.listing(
+                controller.catalog, controller.volumes, request.prefix, request.after
+            )
+            return m.Listing(request.id, listed, more, pending)
+        elif type(request) is m.Handshake:
+            self._server.handshakes.answer(session, request, self.send)
+        elif type(request) is m.Settle:
+            done = m.Done(request.id)
+            uncertain = [(request.volume, request.transport)]
+            self._server.handshakes.settle(session, uncertain, lambda: self.send(done))
+        elif type(request) is m.Status:
+            return m.StatusReply(request.id, self._server.status())
+        elif type(request) is m.Shutdown:
+            return self._server.shutdown(request.id, session)
+        elif type(request) is m.Again:
+            return self._answer_again(request.request, session)
+        elif type(request) is m.Resume:
+            self._server.resumed(session, request)
+        elif type(request) is m.TakeCopies:
+            controller.repairs.take(session, request, self.send)
+        elif type(request) is m.Drain:
+            return m.DrainReply(request.id, controller.drains.drain(request))
         return None
 
     def _abort(self, session: SessionRecord, request: m.Abort) -> None:

@@ -60,27 +60,24 @@ def answer_holds(
 ) -> m.Reply | None:
     """Answer a request about holds; None if it has no reply."""
     holds = controller.holds
-    match request:
-        case m.Hold():
-            held = holds.hold(session, request)
-            return m.CommittedIn(request.id, [held.version], [held.timeline])
-        case m.Unhold():
-            holds.unhold(session, request.holds)
-        case m.Lend():
-            holds.lend(session, request.hold, request.ticket)
-        case m.LendAll():
-            holds.lend_all(session, request.ticket)
-        case m.Adopt():
-            holds.adopt(session, request.ticket, request.pid)
-        case m.Claim():
-            holds.claim(session, request)
-        case m.Contain():
-            holds.contain(session, request)
-        case m.Free():
-            return m.Deleted(request.id, holds.free(request.refs, (session, request.txn)))
-        case m.Refs():
-            everyone = [*controller.sessions.values(), *controller.detached.sessions.values()]
-            return m.RefsReply(
-                request.id, holds.report(everyone, set(controller.detached.sessions))
-            )
+    if type(request) is m.Hold:
+        held = holds.hold(session, request)
+        return m.CommittedIn(request.id, [held.version], [held.timeline])
+    elif type(request) is m.Unhold:
+        holds.unhold(session, request.holds)
+    elif type(request) is m.Lend:
+        holds.lend(session, request.hold, request.ticket)
+    elif type(request) is m.LendAll:
+        holds.lend_all(session, request.ticket)
+    elif type(request) is m.Adopt:
+        holds.adopt(session, request.ticket, request.pid)
+    elif type(request) is m.Claim:
+        holds.claim(session, request)
+    elif type(request) is m.Contain:
+        holds.contain(session, request)
+    elif type(request) is m.Free:
+        return m.Deleted(request.id, holds.free(request.refs, (session, request.txn)))
+    elif type(request) is m.Refs:
+        everyone = [*controller.sessions.values(), *controller.detached.sessions.values()]
+        return m.RefsReply(request.id, holds.report(everyone, set(controller.detached.sessions)))
     return None

@@ -75,7 +75,7 @@ class CollectivePut:
         """Validate the request, and return the box of each item (see ``checked_box``)."""
         request = self._request
         publication = request.group
-        lowest = 1 if isinstance(request, m.Rewind) else 0
+        lowest = 1 if type(request) is m.Rewind else 0
         if not lowest <= request.version < _MAX_VERSION:
             raise ProtocolError(f"{request.version} is no version")
         if publication is not None and not (
@@ -210,7 +210,7 @@ class CollectivePut:
         request = self._request
         participants = 0 if request.group is None else request.group.participants
         what = layout, request.version, participants, request.group
-        rewind = isinstance(request, m.Rewind)
+        rewind = type(request) is m.Rewind
         target = self._unfinished.target(
             self._session, key, participant, *what, replica=replica, rewind=rewind
         )
