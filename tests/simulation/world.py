@@ -21,7 +21,7 @@ from tests.simulation.machine.relays import Uplink
 from tests.simulation.machine.scheduling import Action, Name, Schedule
 from tests.simulation.machine.servers import here, running
 from tests.simulation.plans import Fault, Operation, Plan, plan_of
-from tests.simulation.promises.accounts import check_accounts
+from tests.simulation.promises.accounts import Accounts
 from tests.simulation.promises.checking import check
 from tests.simulation.promises.histories import History
 from tests.simulation.promises.violations import Violation
@@ -86,6 +86,7 @@ class World:
         self._dead: set[int] = set()
         self._asked: set[int] = set()
         self._watched: dict[int, list[m.WatchProcess]] = {}
+        self._accounts = Accounts()
         self._timed = deque(() if recorded else plan.faults)
         self._callback = Action(("loop",), self._turn)
         self._time = Action(("time",), self._pass)
@@ -199,7 +200,7 @@ class World:
             if left.facts.pid not in self._asked:
                 controller.detached.process_ended(token)
         controller.delete([*controller.catalog.newest, *controller.catalog.histories], strict=False)
-        check_accounts(controller)
+        self._accounts.check(controller)
         self.references.check()
         used = [(v.used, v.leased, v.unfinished) for v in controller.volumes]
         sessions = [*controller.sessions, *controller.detached.sessions]
@@ -229,10 +230,11 @@ class World:
                 action.run()
             except Killed:  # in the midst of it
                 self.lives.end()
-            if not ready:
+            if ready:
+                if callback.at < 0:
+                    schedule.enable(callback)
+            elif callback.at >= 0:
                 schedule.disable(callback)
-            elif callback.at < 0:
-                schedule.enable(callback)
             if is_timed:
                 if loop.next_timer is not None:
                     schedule.enable(time)
@@ -240,7 +242,7 @@ class World:
                     schedule.disable(time)
             if self.touched:
                 self.touched = False
-                check_accounts(self._controller)
+                self._accounts.check(self.lives.server.controller)
                 if loop.failed:
                     raise Violation("server", str(loop.failed))
             if self.step > _MOST_STEPS:
@@ -328,7 +330,7 @@ class World:
 
     @property
     def _controller(self) -> Controller:
-        return self.server.controller
+        return self.lives.server.controller
 
 
 def run_seed(seed: int) -> World:

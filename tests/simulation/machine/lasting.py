@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
 from tests.simulation.machine.lives import Handled
 from tests.simulation.machine.network import Connection, Direct, Sent
 
@@ -197,7 +198,7 @@ class Lasting(Direct):
 
     def _put_back(self, sent: Sent) -> None:
         """It stays in the kernel's buffer until it is handled."""
-        self._up.appendleft(sent._replace(at=self._world.loop.now))
+        self._up.appendleft(replace(sent, at=self._world.loop.now))
         self._world.schedule.enable(self._arrive)
 
     def _take_out(self) -> None:

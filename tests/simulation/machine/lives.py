@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 from tests.simulation.machine.disks import PAGE, MappedMemory
 from tests.simulation.machine.memory import LINE, Memory
 from tests.simulation.machine.servers import server_on
@@ -36,7 +37,7 @@ class Killed(SystemExit):
     """The server is killed here: nothing of it goes on."""
 
 
-class Handled(NamedTuple):
+class Handled(msgspec.Struct, frozen=True):
     """A request that a server has not answered yet.
 
     Args:

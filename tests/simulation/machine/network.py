@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 from tests.simulation.machine.scheduling import Action
@@ -26,7 +26,7 @@ __all__ = ["Connection", "Direct", "Sent"]
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Sent(NamedTuple):
+class Sent(msgspec.Struct, frozen=True):
     """A message of a client that has not arrived yet.
 
     Args:
