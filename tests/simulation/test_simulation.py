@@ -57,6 +57,11 @@ def test_seeds(begin: int) -> None:
     look(range(begin, begin + 300))
 
 
+def test_seeds_that_have_found_something() -> None:
+    """What they have found is mended, in the store or in the simulation."""
+    look([211071])
+
+
 @pytest.mark.soak
 def test_many_seeds() -> None:
     look(range(2000, 100_000))

@@ -293,5 +293,6 @@ class Lives:
         done = self.result_of(handled.token, request)
         if done is not None:
             call.never_heard(done, call.at)
-        elif type(request) in _PUTS:
-            call.begun = 0  # it has not been executed
+        elif type(request) in _PUTS and not call.known:
+            # It has not been executed. (Of a session that has ended since, no answers are kept.)
+            call.begun = 0
