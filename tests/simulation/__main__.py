@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import multiprocessing
 import sys
 import time
@@ -17,11 +18,17 @@ _BATCH = 250
 _COLLECTED = 25
 
 
+def _begin() -> None:
+    """What holds for all runs of a process is done once."""
+    gc.disable()
+    gc.freeze()
+    logging.disable(logging.CRITICAL)
+
+
 def _run(batch: tuple[int, int]) -> tuple[int, float, list[tuple[int, str]]]:
     """Run seeds: how many steps they took, how long that took the processor, and what was found."""
     begun, steps = time.process_time(), 0
     found: list[tuple[int, str]] = []
-    gc.disable()
     for seed in range(*batch):
         if seed % _COLLECTED == 0:
             gc.collect()
@@ -41,7 +48,7 @@ def main() -> int:
     end = options.seed + options.seeds
     batches = [(at, min(at + _BATCH, end)) for at in range(options.seed, end, _BATCH)]
     steps, seconds = 0, 0.0
-    with multiprocessing.Pool(options.processes, gc.freeze) as pool:
+    with multiprocessing.Pool(options.processes, _begin) as pool:
         for more, spent, violations in pool.imap(_run, batches):
             steps, seconds = steps + more, seconds + spent
             if violations:

@@ -236,10 +236,10 @@ class World:
             elif callback.at >= 0:
                 schedule.disable(callback)
             if is_timed:
-                if loop.next_timer is not None:
-                    schedule.enable(time)
-                else:
+                if loop.next_timer is None:
                     schedule.disable(time)
+                elif time.at < 0:
+                    schedule.enable(time)
             if self.touched:
                 self.touched = False
                 self._accounts.check(self.lives.server.controller)

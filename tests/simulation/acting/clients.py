@@ -93,7 +93,7 @@ class Task:
     def _take(self, wanted: m.Message | Packet | None) -> None:
         if wanted is None:
             self.world.schedule.enable(self._go)
-        elif type(wanted) is Packet:
+        elif isinstance(wanted, Packet):
             self._sent += 1
             number = self._sent
             self.world.halves[wanted.volume].send(wanted, lambda landed: self._came(number, landed))
@@ -383,6 +383,9 @@ class Client:
     # ---- operations -----------------------------------------------------------------------
 
     def _channel(self, number: int) -> Connection | None:
+        if len(self.lanes) == 2:
+            (_, only) = self.lanes
+            return only if only.opened and not only.closed else None
         usable = [one for one in self.lanes[1:] if one.opened and not one.closed]
         return usable[number % len(usable)] if usable else None
 

@@ -158,13 +158,14 @@ class Lasting(Direct):
         self.is_kept = self._world.server.keep_connection(session, self)  # type: ignore[arg-type]
 
     def _receive(self, sent: Sent) -> None:
-        world, request, call = self._world, sent.message, sent.call
+        world, call = self._world, sent.call
+        request: m.Message = sent.message  # type: ignore[assignment]  # not the end
         world.point += 1
         self._was_read = True
         number = getattr(request, "id", 0)
         again = type(request) is m.Again
         if again:
-            request = request.request  # type: ignore[union-attr]
+            request = request.request  # type: ignore[attr-defined]
         if call is not None:
             session = self._conversation._session
             token = b"" if session is None else session.token

@@ -110,7 +110,8 @@ def running(loop: SimulatedLoop, processes: Processes, disk: Disk | None) -> Ite
     simulated ones, no number is random, and nothing is logged.
     """
     disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
+    if disabled < logging.CRITICAL:  # it takes long
+        logging.disable(logging.CRITICAL)
     asyncio._set_running_loop(loop)
     try:
         with pytest.MonkeyPatch.context() as patch:
@@ -127,4 +128,5 @@ def running(loop: SimulatedLoop, processes: Processes, disk: Disk | None) -> Ite
     finally:
         loop.end()
         asyncio._set_running_loop(None)
-        logging.disable(disabled)
+        if disabled < logging.CRITICAL:
+            logging.disable(disabled)
