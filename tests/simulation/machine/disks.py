@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.simulation.machine.memory import LINE, Memory
 
-from torchstore_core.server import server
 from torchstore_core.server.spilling import moves, spill_file, spilling
 from torchstore_core.server.spilling.spill_file import Extent, SpillFile
 
@@ -67,7 +66,7 @@ class Disk:
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Servers use this disk, and threads that take turns."""
-        patch.setattr(server, "SpillFile", functools.partial(_File, self))
+        patch.setattr(spill_file, "SpillFile", functools.partial(_File, self))
         patch.setattr(moves, "Workers", functools.partial(_Threads, self))
         for module in (moves, spill_file):
             patch.setattr(module, "_PAGE", PAGE)
