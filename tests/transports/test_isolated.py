@@ -167,6 +167,20 @@ async def test_whoever_ends_a_client_waits_until_it_has_ended() -> None:
         await asyncio.wait_for(asyncio.gather(*waiting), 10)
 
 
+async def test_a_volume_that_closes_while_a_client_is_ended_warns_of_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with _half() as half:
+        pid = await half.pid()
+        await half.ask(Letter("disconnect hangs"))
+        ending = asyncio.ensure_future(half.server.disconnect(b"me"))
+        await asyncio.sleep(0)
+        await half.server.close()
+        await asyncio.wait_for(ending, 10)
+        assert not Path(f"/proc/{pid}").exists()
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("what", ["nothing", "too much", "long error"])
 async def test_an_impossible_answer_is_an_error_of_that_handshake_alone(what: str) -> None:
     async with _half() as half:

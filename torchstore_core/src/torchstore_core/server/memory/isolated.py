@@ -183,7 +183,8 @@ class IsolatedServer(TransportServer):
             async with asyncio.timeout(_DISCONNECT_S):
                 await process.ask("disconnect", peer)
         except (TransportError, TimeoutError) as error:
-            log.warning("the process of %s cannot end a client: %r", self._half, error)
+            if not self._closed:  # else nothing is wrong: it ends with all of its clients
+                log.warning("the process of %s cannot end a client: %r", self._half, error)
             await process.kill()
 
     async def _running(self) -> _HalfProcess:
