@@ -334,6 +334,25 @@ def test_the_users_choice_is_stronger_than_the_strategy(monkeypatch: pytest.Monk
         ranked(fast, policy=policy).best(1)
 
 
+def test_of_a_forced_transport_the_error_says_why_that_one_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    others = [spec(name, bid(0.0, 1e12)) for name in ("aaa", "zzz")]
+    inline = spec("inline", bid(0.0, 1e12), in_band=True, max_bytes=10)
+    for name, why in {
+        "odd": "odd: no such card",
+        "little": "little: takes at most 10 bytes",
+        "inline": "inline: carries only what fits into a control message",
+    }.items():
+        monkeypatch.setenv("TORCHSTORE_TRANSPORT", name)
+        odd, little = spec("odd", Refusal("no such card")), spec("little", bid(1, 1), max_bytes=10)
+        ranking = ranked(*others, inline, odd, little, policy=Policy.unchecked())
+        said = ranking.unavailable(11)
+        assert f"({why}). " in said.message
+        assert "or choose another one with TORCHSTORE_TRANSPORT" in said.message
+        assert {"aaa", "zzz"} <= said.details["refusals"].keys()
+
+
 def test_a_choice_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHSTORE_TRANSPORT", "carrier-pigeon")
     with pytest.raises(

@@ -202,14 +202,17 @@ class Ranking:
         return f"{best.spec.name} ({why}); then {others}; {_CHOICE} chooses"
 
     def unavailable(self, nbytes: int) -> TransportUnavailableError:
-        """Return the error that says why no transport reaches the volume."""
-        reasons = "; ".join(f"{n}: {r}" for n, r in sorted(self.refusals.items()))
-        limits = "; ".join(
-            f"{c.spec.name}: takes at most {c.spec.max_bytes} bytes"
-            for c in self.candidates
-            if c.spec.max_bytes is not None and nbytes > c.spec.max_bytes
-        )
-        why = "; ".join(x for x in (reasons, limits) if x) or "none is installed"
+        """Return the error that says why no transport reaches the volume: of one that is forced,
+        why that one does not, and of no other.
+        """
+        reasons = sorted(self.refusals.items())
+        for c in self.candidates:
+            if c.spec.in_band:
+                reasons.append((c.spec.name, "carries only what fits into a control message"))
+            elif c.spec.max_bytes is not None and nbytes > c.spec.max_bytes:
+                reasons.append((c.spec.name, f"takes at most {c.spec.max_bytes} bytes"))
+        told = [f"{name}: {why}" for name, why in reasons if self.forced in (None, name)]
+        why = "; ".join(told) or "none is installed"
         details: dict[str, object] = {"refusals": dict(self.refusals), "nbytes": nbytes}
         text = f"no transport can move {nbytes} bytes to or from this volume"
         advice = "Install torchstore-transports, or unblock one"
@@ -219,7 +222,11 @@ class Ranking:
                 f"{nbytes} bytes to or from this volume"
             )
             details["forced"] = self.forced
-            advice = "Unblock it, install what offers it, or initialize with another transport="
+            advice = "Unblock it, install what offers it, or " + (
+                f"choose another one with {_CHOICE}"
+                if self._forced_by == _CHOICE
+                else "initialize with another transport="
+            )
         return TransportUnavailableError(
             f"{text} ({why}). {advice}; `torchstore doctor` shows every bid",
             details=details,
