@@ -19,7 +19,7 @@ class _Endpoint:
 
     async def call_one(self, volume: str, *args: Any) -> Any:
         async def work() -> Any:
-            return self._work(*args)
+            return await self._work(*args)
 
         return await outcome(work())
 

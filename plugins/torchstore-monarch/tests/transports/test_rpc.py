@@ -71,7 +71,7 @@ class _Endpoint:
             await self._agent.gate.wait()
 
         async def work() -> Any:
-            return self._work(*args)
+            return await self._work(*args)
 
         return await outcome(work())
 
@@ -275,6 +275,66 @@ async def test_a_slow_engine_is_called_with_fewer_bytes(
     link.close()
 
 
+@pytest.mark.parametrize("nbytes", [4096, CHUNK])
+async def test_only_what_is_small_is_copied_on_the_event_loop(
+    agent: _Agent, stage: Backstage, monkeypatch: pytest.MonkeyPatch, nbytes: int
+) -> None:
+    """Of the volume's actor, and of the agent, which clients and the volumes of its host share."""
+    copied, called, received = set(), set(), []
+
+    class Actor:
+        """An actor whose calls take the engine a while."""
+
+        class write:
+            @staticmethod
+            def call_one(*args: Any) -> Any:
+                called.add(threading.get_ident())
+                return agent.write.call_one(*args)
+
+    pwrite, pread, readexactly = os.pwrite, os.pread, asyncio.StreamReader.readexactly
+
+    def written(fd: int, data: Any, offset: int) -> int:
+        copied.add(threading.get_ident())
+        return pwrite(fd, data, offset)
+
+    def read(fd: int, size: int, offset: int) -> bytes:
+        copied.add(threading.get_ident())
+        return pread(fd, size, offset)
+
+    async def exactly(reader: asyncio.StreamReader, size: int) -> bytes:
+        received.append(size)
+        return await readexactly(reader, size)
+
+    monkeypatch.setattr(os, "pwrite", written)
+    monkeypatch.setattr(os, "pread", read)
+    monkeypatch.setattr(asyncio.StreamReader, "readexactly", exactly)
+    loops = {stage.call(threading.get_ident), threading.get_ident()}
+    agent.forwarder.volumes = {"store-0": Actor}
+    link = await agent.link()
+    mine = _buffer(CHUNK, 1)
+    monkeypatch.setattr(link._size, "nbytes", CHUNK)  # what it grows to
+    await link.write([Copy(mine.data_ptr(), 0, 0, nbytes)])
+    assert await agent.half.read(agent.ticket, [(0, 0, nbytes)]) == b"\x01" * nbytes
+    link.close()
+    small = nbytes == 4096
+    assert copied
+    assert (copied | called <= loops) is small
+    assert copied.isdisjoint(loops) is called.isdisjoint(loops) is not small
+    assert max(received) <= 256 << 10
+
+
+async def test_a_volume_that_closes_waits_for_what_is_being_written(agent: _Agent) -> None:
+    """The descriptor of its memory may be another file's a moment later."""
+    half = agent.half
+    with half.writing(agent.ticket):
+        closing = asyncio.ensure_future(half.close())
+        ended, _ = await asyncio.wait([closing], timeout=0.1)
+        assert not ended
+    await asyncio.wait_for(closing, 10)
+    with pytest.raises(TransportError, match="has disconnected"):
+        await half.write(agent.ticket, [(0, 0, 1)], b"1")
+
+
 # ---- what goes wrong ----------------------------------------------------------------------
 
 
@@ -305,7 +365,7 @@ async def test_cancelled_in_the_middle(agent: _Agent, stage: Backstage, way: str
     stage.do(agent.forwarder.idle(HERE.pid))
     calls = agent.calls
     assert calls <= 3
-    assert agent.half.read(agent.ticket, [(0, 0, len(mine))]) == bytes(len(mine))
+    assert await agent.half.read(agent.ticket, [(0, 0, len(mine))]) == bytes(len(mine))
     agent.gate = None
     # Answers are not mixed up.
     other = _random(1000, 5)
@@ -334,7 +394,7 @@ async def test_a_queued_write_that_is_cancelled_disturbs_nobody(
     assert not link.unsettled
     stage.call(agent.gate.set)
     await asyncio.wait_for(first, 10)
-    assert agent.half.read(agent.ticket, [(0, 0, CHUNK)]) == b"\x01" * CHUNK
+    assert await agent.half.read(agent.ticket, [(0, 0, CHUNK)]) == b"\x01" * CHUNK
     link.close()
 
 
@@ -378,7 +438,7 @@ async def test_each_disconnect_waits_for_a_write_that_is_under_way(agent: _Agent
         assert not ended
     await asyncio.wait_for(asyncio.gather(*ending), 10)
     with pytest.raises(TransportError, match="has disconnected"):
-        half.write(agent.ticket, [(0, 0, 1)], b"1")
+        await half.write(agent.ticket, [(0, 0, 1)], b"1")
     assert await agent.admit() != agent.ticket
 
 
@@ -458,7 +518,7 @@ async def test_garbage_ends_that_connection_alone(agent: _Agent, garbage: bytes)
         assert msgspec.msgpack.decode(left[4 : 4 + size], type=RpcResponse).error
     mine = _buffer(64, 1)
     await link.write([Copy(mine.data_ptr(), 0, 0, 64)])
-    assert agent.half.read(agent.ticket, [(0, 0, 64)]) == bytes(mine.tolist())
+    assert await agent.half.read(agent.ticket, [(0, 0, 64)]) == bytes(mine.tolist())
     link.close()
 
 
@@ -482,7 +542,7 @@ async def test_idle_waits_for_writes_of_that_process_alone(agent: _Agent, stage:
         waiting.result(0.2)
     stage.call(agent.gate.set)
     await asyncio.wait_for(asyncio.wrap_future(waiting), 10)
-    assert agent.half.read(agent.ticket, [(0, 0, CHUNK)]) == b"\x05" * CHUNK
+    assert await agent.half.read(agent.ticket, [(0, 0, CHUNK)]) == b"\x05" * CHUNK
 
 
 @pytest.mark.filterwarnings("ignore:unclosed event loop:ResourceWarning")

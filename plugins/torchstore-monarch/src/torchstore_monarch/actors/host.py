@@ -252,7 +252,7 @@ class HostActor(Actor):
 
 
 async def _read(volume_id: str, ticket: bytes, places: Sequence[Place]) -> bytes:
-    return RpcServer.of(volume_id).read(ticket, places)
+    return await RpcServer.of(volume_id).read(ticket, places)
 
 
 async def _move(
@@ -266,4 +266,4 @@ async def _move(
 
 
 async def _write(volume_id: str, ticket: bytes, places: Sequence[Place], data: bytes) -> int:
-    return RpcServer.of(volume_id).write(ticket, places, data)
+    return await RpcServer.of(volume_id).write(ticket, places, data)

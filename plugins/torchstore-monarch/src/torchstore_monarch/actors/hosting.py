@@ -111,6 +111,9 @@ class HostedServer(TransportServer):
     async def close(self) -> None:
         if self._here.get(self._volume_id) is self:  # otherwise another one has taken its place
             del self._here[self._volume_id]
+        clients, self._clients = list(self._clients.values()), {}
+        for client in clients:  # what is being written would go to whatever has its descriptor next
+            await asyncio.to_thread(client.end)
         self._segments = {}
 
     async def handshake(self, peer: bytes, request: bytes) -> bytes:

@@ -9,18 +9,16 @@ written in buffers of its own in any case: only it can say for whom its memory i
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import functools
 import mmap
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torchstore_core.machine.copying import STREAM_MIN, Run, copy_runs
-from torchstore_core.machine.tasks import wait_ended
 
-__all__ = ["buffer", "copy", "in_thread", "is_direct", "keep"]
+__all__ = ["buffer", "copy", "is_direct", "keep"]
 
 _KEEP_S = 120.0
 _kept: deque[tuple[float, object]] = deque()
@@ -58,12 +56,3 @@ def copy(places: Sequence[tuple[int, int]], memory: memoryview, *, into: bool) -
         at += nbytes
     base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     copy_runs(runs, base, into=into, stream=at >= STREAM_MIN)
-
-
-async def in_thread(work: Callable[[], None]) -> None:
-    """Run it in a thread. It has ended when this returns or raises, even if cancelled."""
-    running = asyncio.ensure_future(asyncio.to_thread(work))
-    cancelled = await wait_ended(running)
-    running.result()
-    if cancelled:
-        raise asyncio.CancelledError

@@ -18,9 +18,10 @@ from torchstore_core.machine.tasks import wait_ended
 from torchstore_monarch import job
 from torchstore_monarch.chunks import ChunkSize, chunks
 from torchstore_monarch.protocol import Offer, result
-from torchstore_monarch.rdma.bouncing import buffer, copy, in_thread, is_direct, keep
+from torchstore_monarch.rdma.bouncing import buffer, copy, is_direct, keep
 from torchstore_monarch.rdma.wire import GREETING
 from torchstore_monarch.rpc.wire import Place
+from torchstore_monarch.threads import in_thread
 
 __all__ = ["RdmaLink"]
 

@@ -12,9 +12,10 @@ from typing import Any
 from torchstore_core.errors import TransportError
 from torchstore_core.machine.virtual_memory import map_shared, unmap
 from torchstore_monarch.actors.hosting import HostedServer
-from torchstore_monarch.rdma.bouncing import buffer, copy, in_thread, keep
+from torchstore_monarch.rdma.bouncing import buffer, copy, keep
 from torchstore_monarch.rdma.wire import GREETING
 from torchstore_monarch.rpc.wire import Place
+from torchstore_monarch.threads import in_thread
 
 __all__ = ["RdmaServer"]
 

@@ -16,6 +16,7 @@ from torchstore_core.server.serving.listening import Listener, speaking
 from torchstore_monarch.chunks import PIECES
 from torchstore_monarch.protocol import result
 from torchstore_monarch.rpc.wire import CHUNK, HEADER, RpcRequest, RpcResponse, frame
+from torchstore_monarch.threads import where_it_fits
 
 __all__ = ["Forwarder"]
 
@@ -27,6 +28,8 @@ _END_S = 1.0
 # A call to a host that has died may never return.
 _CALL_S = 20.0
 _MAX_FRAME = 1 << 20
+# Bytes that are copied on the event loop at a time, or twice as many.
+_PART = 256 << 10
 _Answer = tuple[RpcResponse, bytes]
 
 
@@ -72,7 +75,7 @@ class Forwarder:
     # ---- one client -----------------------------------------------------------------------
 
     def _protocol(self, pid: int) -> asyncio.BaseProtocol:
-        reader = asyncio.StreamReader(limit=CHUNK)
+        reader = asyncio.StreamReader(limit=_PART)
         return asyncio.StreamReaderProtocol(reader, functools.partial(self._serve, pid))
 
     async def _serve(
@@ -87,7 +90,7 @@ class Forwarder:
         try:
             while not answering.done():
                 request = await _request(reader)
-                data = await reader.readexactly(request.nbytes) if request.write else b""
+                data = await _received(reader, request.nbytes) if request.write else b""
                 await answers.put(self._start(pid, request, data))
         except (asyncio.IncompleteReadError, asyncio.CancelledError):
             log.debug("a client has left, or this agent ends")
@@ -103,7 +106,9 @@ class Forwarder:
             writer.close()
             self._listener.freed()
 
-    def _start(self, pid: int, request: RpcRequest, data: bytes) -> asyncio.Task[_Answer]:
+    def _start(
+        self, pid: int, request: RpcRequest, data: bytes | bytearray
+    ) -> asyncio.Task[_Answer]:
         task = asyncio.ensure_future(self._forward(request, data))
         if request.write:
             writing = self._writing.setdefault(pid, set())
@@ -117,13 +122,14 @@ class Forwarder:
             task.add_done_callback(done)
         return task
 
-    async def _forward(self, request: RpcRequest, data: bytes) -> _Answer:
+    async def _forward(self, request: RpcRequest, data: bytes | bytearray) -> _Answer:
         try:
             actor = self.volumes[request.volume]
             if not self._valid():
                 return RpcResponse("this host has lost the server"), b""
             if request.write:
-                call = actor.write.call_one(request.volume, request.ticket, request.places, data)
+                asked = request.volume, request.ticket, request.places, data
+                call = await where_it_fits(len(data), lambda: actor.write.call_one(*asked))
                 result(await asyncio.wait_for(call, _CALL_S))
                 return RpcResponse(), b""
             call = actor.read.call_one(request.volume, request.ticket, request.places)
@@ -152,6 +158,24 @@ async def _request(reader: asyncio.StreamReader) -> RpcRequest:
     if not 0 <= request.nbytes == total <= CHUNK or len(request.places) > PIECES:
         raise ValueError(f"a request of {request.nbytes} bytes in {len(request.places)} places")
     return request
+
+
+async def _received(reader: asyncio.StreamReader, nbytes: int) -> bytes | bytearray:
+    """Receive that many bytes. Those of a large request are copied as they come: all at once would
+    keep the event loop from its other clients.
+
+    Raises:
+        IncompleteReadError: the client has left.
+    """
+    if nbytes <= _PART:
+        return await reader.readexactly(nbytes)
+    data = bytearray(nbytes)
+    view = memoryview(data)
+    while view:
+        part = await reader.readexactly(min(len(view), _PART))
+        view[: len(part)] = part
+        view = view[len(part) :]
+    return data
 
 
 async def _answer(

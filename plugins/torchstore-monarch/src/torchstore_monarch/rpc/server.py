@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ import msgspec
 from torchstore_core.errors import TransportError, TransportUnavailableError
 from torchstore_monarch.actors.hosting import HostedServer
 from torchstore_monarch.rpc.wire import GREETING, Admission, Place
+from torchstore_monarch.threads import where_it_fits
 
 __all__ = ["RpcServer"]
 
@@ -25,16 +27,24 @@ class RpcServer(HostedServer):
             raise TransportUnavailableError("no actor hosts the volume")
         return msgspec.msgpack.encode(Admission(ticket, await self._host.agent_of(peer)))
 
-    def read(self, ticket: bytes, places: Sequence[Place]) -> bytes:
+    async def read(self, ticket: bytes, places: Sequence[Place]) -> bytes:
         """Return the bytes of all places, one after the other. Raises TransportError."""
         self.admitted(ticket)
+        work = functools.partial(self._read_all, places)
+        return await where_it_fits(sum([nbytes for _, _, nbytes in places]), work)
+
+    async def write(self, ticket: bytes, places: Sequence[Place], data: bytes) -> int:
+        """Write ``data`` to the places, one after the other. Raises TransportError."""
+
+        def work() -> int:
+            with self.writing(ticket):
+                return self._write(places, data)
+
+        return await where_it_fits(len(data), work)
+
+    def _read_all(self, places: Sequence[Place]) -> bytes:
         parts = [self._read(*place) for place in places]
         return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def write(self, ticket: bytes, places: Sequence[Place], data: bytes) -> int:
-        """Write ``data`` to the places, one after the other. Raises TransportError."""
-        with self.writing(ticket):
-            return self._write(places, data)
 
     def _write(self, places: Sequence[Place], data: bytes) -> int:
         view = memoryview(data)
