@@ -71,6 +71,27 @@ MOST = None
 """
 
 
+LATE = (
+    BIDS
+    + """
+from torchstore_core.errors import TransportNotReadyError
+from torchstore_transports.shm.link import ShmLink
+
+class Late(ShmLink):
+    tries = 0
+
+    @classmethod
+    async def connect(cls, offer, context):
+        cls.tries += 1
+        if cls.tries <= 2:  # to each volume
+            raise TransportNotReadyError("not yet")
+        return await super().connect(offer, context)
+
+CLIENT = __name__ + ":Late"
+"""
+)
+
+
 async def test_what_is_not_measured_is_named_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,6 +100,7 @@ async def test_what_is_not_measured_is_named_with_the_reason(
     for site in (there, here):
         site.path.mkdir()
     common = {"little": BIDS + "MOST = 1000", "no_link": BIDS + "CLIENT = 'nowhere:Link'"}
+    common["late"] = LATE
     there.install("acme", TRANSPORTS, only_there=BIDS, **common)
     here.install("acme", TRANSPORTS, broken="import nowhere", **common)
     monkeypatch.setenv("PYTHONPATH", _python_path(tmp_path / "there"))
@@ -99,7 +121,8 @@ async def test_what_is_not_measured_is_named_with_the_reason(
     def why(name: str, volume: int = 0) -> str:
         return str(lines[name, f"torchstore-{volume}"]["error"])
 
-    assert lines["shm", "torchstore-0"]["error"] is None
+    for name in ("shm", "late"):
+        assert lines[name, "torchstore-0"]["error"] is None
     assert "its strategy chooses" in why("shm", 1)  # the default one takes the first volume
     assert "in control messages" in why("inline")
     for volume in (0, 1):

@@ -6,9 +6,8 @@ import asyncio
 import os
 import statistics
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
 
 import torch
 
@@ -16,6 +15,7 @@ import torchstore_core as ts
 from torchstore_cli.connection import choose_address
 from torchstore_cli.reports import TransportLine, TransportsReport
 from torchstore_core.clients.session.session import Session
+from torchstore_core.clients.session.volume_links import VolumeLinks
 from torchstore_core.contracts.transport import TransportSpec
 from torchstore_core.errors import PluginError, StoreTimeoutError, TransportError
 from torchstore_core.machine import topology
@@ -142,12 +142,12 @@ async def _lines(
 ) -> AsyncIterator[TransportLine]:
     """Yield a line for each volume: what was measured, or why nothing was."""
     left: set[str] = set()
-    for links, entry in zip(session.volumes, await client.explain(nbytes), strict=True):
-        refusal = _refusal(spec, entry, name, links.lost)
+    for links in session.volumes:
+        refusal = _refusal(links, spec, name, nbytes)
         if refusal is not None:
-            yield TransportLine(name, entry["volume"], error=refusal)
+            yield TransportLine(name, links.info.id, error=refusal)
         else:
-            left.add(entry["volume"])
+            left.add(links.info.id)
     prefix = f"torchstore-bench/{os.getpid()}/"
     tries = _TRIES_PER_VOLUME * len(left)
     failed = f"the store put none of {tries} values there: its strategy chooses, and the room left"
@@ -177,21 +177,19 @@ async def _lines(
             await client.delete(key)
 
 
-def _refusal(
-    spec: TransportSpec | None, entry: Mapping[str, Any], name: str, lost: str
-) -> str | None:
+def _refusal(links: VolumeLinks, spec: TransportSpec | None, name: str, nbytes: int) -> str | None:
     """Why a transport to a volume is not measured; None if it can be."""
-    if lost:
-        return f"the volume is lost: {lost}"
-    if name in entry["refusals"]:
-        return str(entry["refusals"][name])
-    if spec is None:
-        return "it does not load"
-    if spec.in_band:
+    if links.lost:
+        return f"the volume is lost: {links.lost}"
+    if any(one.spec.name == name for one in links.candidates(nbytes)):
+        return None  # it may not have been ready yet: then a put tries it again
+    if name in links.ranking.refusals:
+        return links.ranking.refusals[name]
+    if spec is not None and spec.in_band:
         return "it carries small values in control messages: `torchstore bench` measures those"
-    if spec.max_bytes is not None and entry["nbytes"] > spec.max_bytes:
+    if spec is not None and spec.max_bytes is not None and nbytes > spec.max_bytes:
         return f"it takes at most {spec.max_bytes:,} bytes"
-    return None
+    return "it does not bid"
 
 
 async def _line(
