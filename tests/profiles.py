@@ -30,7 +30,7 @@ def many() -> settings:
 
 
 def each() -> settings:
-    """For what is repeated for every message, through the same code."""
+    """For what is repeated for every message, or every way of the bytes, through the same code."""
     return settings(max_examples=settings().max_examples // 4)
 
 

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.integration.dtensors.layouts import SS, Layout, R, S, every_rank, roomy, same, value_of
 from tests.integration.servers import ServerThread
-from tests.profiles import few
+from tests.profiles import each, few
 from tests.unit.plugins.test_plugins import OBSERVERS, TRANSPORTS, Site
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -267,6 +267,7 @@ WAYS = pytest.mark.parametrize("way", ["messages", "window", "counted"])
 
 
 @WAYS
+@each()
 @given(transfer=transfers())
 def test_any_layout_is_read_in_any_other(ways: Ways, way: str, transfer: tuple[Put, Layout]):
     """Bit for bit, in place and new, whole and in parts; and only what is wanted is moved."""
@@ -296,6 +297,7 @@ def test_any_layout_of_a_large_tensor_is_read_in_any_other(ways: Ways, data: st.
 
 
 @WAYS
+@each()
 @given(several=st.lists(puts(), min_size=2, max_size=4))
 def test_layout_shape_and_dtype_may_change_from_version_to_version(
     ways: Ways, way: str, several: list[Put]
@@ -343,6 +345,7 @@ def dicts(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], list[Layout], list[
 
 
 @WAYS
+@each()
 @given(drawn=dicts())
 def test_a_state_dict_of_any_layouts_is_read_in_any_others(
     ways: Ways,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from torchstore_core.testing import TransportTests
 
 
@@ -37,3 +39,7 @@ class TestMailboxApart(TransportTests):
     name = "mailbox-apart"
     light_halves = True
     large_bytes = 16 << 20
+
+    @pytest.mark.soak  # a letter for each piece, through one more process: see TestMailbox
+    def test_a_batch_of_many_pieces_arrives(self) -> None:
+        super().test_a_batch_of_many_pieces_arrives()
