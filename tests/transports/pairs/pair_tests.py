@@ -49,10 +49,10 @@ class PairTests:
     @pytest.fixture(scope="class")
     @classmethod
     def lasting(cls) -> Iterator[None]:
-        """A store for all tests that do nothing to it or its half, which imports torch."""
+        """A store for all tests after which its half, which imports torch, is as it was."""
         with pytest.MonkeyPatch.context() as patch:
             patch.delenv("TORCHSTORE_BLOCK", raising=False)
-            asyncio.run(start_store(store_name=_LASTING, prefer=[cls.name]))
+            asyncio.run(start_store(store_name=_LASTING, prefer=[cls.name], capacity=_ROOM))
         try:
             yield
         finally:
@@ -164,7 +164,7 @@ class PairTests:
     async def test_only_ranges_of_the_segment(self, shared: ts.Client) -> None:
         """Others are refused before anything moves, and the link can be used afterwards."""
         memory = torch.full((64,), 7, dtype=torch.uint8)
-        at, size = memory.data_ptr(), SMALL["capacity"]
+        at, size = memory.data_ptr(), _ROOM
         wrong = [(0, size - 63), (0, size + 1), (0, 1 << 63), (1, 0), (0, (1 << 64) - 64)]
         link = await self.link(shared)
         for segment, offset in wrong:
@@ -180,30 +180,29 @@ class PairTests:
 
     # ---- what goes wrong ------------------------------------------------------------------
 
-    async def test_a_cancelled_read_writes_nothing_afterwards(self) -> None:
+    async def test_a_cancelled_read_writes_nothing_afterwards(self, shared: ts.Client) -> None:
         """In the middle of a message: the half is stopped while it sends one, and the rest would
         arrive after the read was cancelled.
         """
-        async with self.store(capacity=_ROOM) as client:
-            await client.put("large", torch.full((_LARGE,), 3, dtype=torch.uint8))
-            half = await self.half_pid(client)
-            into = torch.zeros(_LARGE, dtype=torch.uint8)
-            getting = await self._stopped_in_a_read(client, half, into)
-            try:
-                # What was on its way arrives: a message that ends while the call is cancelled would
-                # end the thread that waits for it, and so hide that the pair lives on.
-                await until(lambda: _is_quiet(into), 20)
-                await self._cancel(getting)
-                before = into.sum(dtype=torch.int64)
-                assert before < 3 * _LARGE
-            finally:
-                os.kill(half, signal.SIGCONT)
-            with pytest.raises(AssertionError):  # now the half would send the rest
-                await until(lambda: into.sum(dtype=torch.int64) != before, 1)
-            again = torch.zeros(_LARGE, dtype=torch.uint8)
-            await client.get("large", again)
-            assert int(again.sum(dtype=torch.int64)) == 3 * _LARGE
-            assert into.sum(dtype=torch.int64) == before
+        await shared.put("large", torch.full((_LARGE,), 3, dtype=torch.uint8))
+        half = await self.half_pid(shared)
+        into = torch.zeros(_LARGE, dtype=torch.uint8)
+        getting = await self._stopped_in_a_read(shared, half, into)
+        try:
+            # What was on its way arrives: a message that ends while the call is cancelled would
+            # end the thread that waits for it, and so hide that the pair lives on.
+            await until(lambda: _is_quiet(into), 20)
+            await self._cancel(getting)
+            before = into.sum(dtype=torch.int64)
+            assert before < 3 * _LARGE
+        finally:
+            os.kill(half, signal.SIGCONT)
+        with pytest.raises(AssertionError):  # now the half would send the rest
+            await until(lambda: into.sum(dtype=torch.int64) != before, 1)
+        again = torch.zeros(_LARGE, dtype=torch.uint8)
+        await shared.get("large", again)
+        assert int(again.sum(dtype=torch.int64)) == 3 * _LARGE
+        assert into.sum(dtype=torch.int64) == before
 
     async def _stopped_in_a_read(
         self, client: ts.Client, half: int, into: torch.Tensor
@@ -219,57 +218,56 @@ class PairTests:
             await getting
         raise AssertionError("every get was over before its half was stopped")
 
-    async def test_a_cancelled_write_is_settled(self) -> None:
+    async def test_a_cancelled_write_is_settled(self, shared: ts.Client) -> None:
         """Its memory is not used before the half has given it up, and the link lives on."""
-        async with self.store(capacity=_ROOM) as client:
-            link = await self.link(client)
-            value = torch.ones(_LARGE, dtype=torch.uint8)
-            for _ in range(20):  # until one is cancelled in the middle
-                putting = asyncio.ensure_future(client.put("large", value))
-                await until(lambda put=putting: _moves(client, put), 10)
-                if not putting.done():
-                    break
-                await client.delete("large")
+        link = await self.link(shared)
+        value = torch.ones(_LARGE, dtype=torch.uint8)
+        for _ in range(20):  # until one is cancelled in the middle
+            putting = asyncio.ensure_future(shared.put("large", value))
+            await until(lambda put=putting: _moves(shared, put), 10)
+            if not putting.done():
+                break
+            await shared.delete("large")
+        await self._cancel(putting)
+        await until(lambda: _nothing_unfinished(shared), 10)
+        assert not link.unsettled
+        got = torch.zeros(_LARGE, dtype=torch.uint8)
+        for number in range(3):  # in the same memory
+            await shared.put("next", value.fill_(number))
+            await shared.get("next", got.fill_(7))
+            assert int(got.sum(dtype=torch.int64)) == number * _LARGE
+            await shared.delete("next")
+        assert await self.link(shared) is link
+
+    async def test_a_write_cancelled_while_the_half_is_stopped_is_in_quarantine(
+        self, shared: ts.Client
+    ) -> None:
+        await shared.put("small", torch.zeros(MB))
+        half = await self.half_pid(shared)
+        await halt(half)
+        try:
+            putting = asyncio.ensure_future(shared.put("t", torch.ones(16 * MB)))
+            await until(lambda: _moves_bytes(shared), 10)
             await self._cancel(putting)
-            await until(lambda: _nothing_unfinished(client), 10)
-            assert not link.unsettled
-            got = torch.zeros(_LARGE, dtype=torch.uint8)
-            for number in range(3):  # in the same memory
-                await client.put("next", value.fill_(number))
-                await client.get("next", got.fill_(7))
-                assert int(got.sum(dtype=torch.int64)) == number * _LARGE
-                await client.delete("next")
-            assert await self.link(client) is link
+            assert not await _nothing_unfinished(shared)
+        finally:
+            os.kill(half, signal.SIGCONT)
+        await until(lambda: _nothing_unfinished(shared), 10)
+        await shared.put("t", torch.ones(16 * MB))
+        assert torch.equal(await shared.get("t"), torch.ones(16 * MB))
 
-    async def test_a_write_cancelled_while_the_half_is_stopped_is_in_quarantine(self) -> None:
-        async with self.store() as client:
-            await client.put("small", torch.zeros(MB))
-            half = await self.half_pid(client)
-            await halt(half)
-            try:
-                putting = asyncio.ensure_future(client.put("t", torch.ones(16 * MB)))
-                await until(lambda: _moves_bytes(client), 10)
-                await self._cancel(putting)
-                assert not await _nothing_unfinished(client)
-            finally:
-                os.kill(half, signal.SIGCONT)
-            await until(lambda: _nothing_unfinished(client), 10)
-            await client.put("t", torch.ones(16 * MB))
-            assert torch.equal(await client.get("t"), torch.ones(16 * MB))
-
-    async def test_cancelling_one_call_does_not_disturb_others(self) -> None:
-        async with self.store() as client:
-            others = [
-                asyncio.ensure_future(client.put(f"{i}", torch.full((4 * MB,), float(i))))
-                for i in range(6)
-            ]
-            await until(lambda: _moves_bytes(client), 10)
-            others[0].cancel()
-            others[3].cancel()
-            await asyncio.wait(others)
-            for i in (1, 2, 4, 5):
-                await others[i]
-                assert torch.equal(await client.get(f"{i}"), torch.full((4 * MB,), float(i)))
+    async def test_cancelling_one_call_does_not_disturb_others(self, shared: ts.Client) -> None:
+        others = [
+            asyncio.ensure_future(shared.put(f"{i}", torch.full((4 * MB,), float(i))))
+            for i in range(6)
+        ]
+        await until(lambda: _moves_bytes(shared), 10)
+        others[0].cancel()
+        others[3].cancel()
+        await asyncio.wait(others)
+        for i in (1, 2, 4, 5):
+            await others[i]
+            assert torch.equal(await shared.get(f"{i}"), torch.full((4 * MB,), float(i)))
 
     async def test_the_half_is_killed_in_the_middle(self) -> None:
         """The operation carries on over a new pair, or over another transport."""
