@@ -70,9 +70,14 @@ asyncio.run(main())
 '''
 
 
-@pytest.mark.soak
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize(
+    "package",
+    [
+        pytest.param(name, marks=() if name == "torchstore-inprocess" else pytest.mark.soak)
+        for name in PACKAGES
+    ],
+)
 def test_the_kit_passes_with_nothing_else(package: str, tmp_path: Path) -> None:
     """``core[testing]`` and the package are all there is: no other plug-in, of pytest neither."""
     if package == "torchstore-torchcomms" and not _installed("torchcomms"):
@@ -105,7 +110,6 @@ def _passed(alone: Alone, kit: Path, *arguments: str) -> Counter[str]:
     return Counter(re.findall(r"::Test_(\w+)::\S+ PASSED", done.stdout))
 
 
-@pytest.mark.soak
 def test_a_store_without_network_transports_has_no_port(tmp_path: Path) -> None:
     """Where the strategies and one transport for volumes of the same process are all there is."""
     names = ["torchstore-core", "torchstore-inprocess", "torchstore-strategies"]

@@ -45,7 +45,7 @@ def spaces() -> Iterator[list[str]]:
             _ip("netns", "delete", name)
 
 
-@pytest.mark.parametrize("name", ["gloo"])
+@pytest.mark.parametrize("name", ["gloo", "torchcomms"])
 async def test_two_hosts(name: str, spaces: list[str], tmp_path: Path) -> None:
     """There is no loopback device in either that is up: only the cable leads to the other."""
     ready, end = tmp_path / "ready", tmp_path / "end"

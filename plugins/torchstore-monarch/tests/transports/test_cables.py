@@ -367,7 +367,6 @@ async def test_all_cables_are_pulled_for_5_s_in_the_middle(stored: Cables, what:
     await until(nothing_is_left, 30)
 
 
-@pytest.mark.soak
 @_BOTH
 async def test_the_best_transport_is_unplugged_and_comes_back(stored: Cables) -> None:
     """Its cable alone; the engine's carries the bytes meanwhile."""

@@ -179,7 +179,8 @@ class ServerContext(NamedTuple):
     """The surroundings of a server half.
 
     Args:
-        socket_dir: a private directory (mode 0700).
+        socket_dir: a private directory (mode 0700), for a Unix socket that hands out descriptors,
+            which no handshake can carry.
         told: the addresses of this host at which the others of the job reach it, as the engine
             says; empty: it does not. A half that listens for other hosts does so at those of
             ``TORCHSTORE_BIND``, or else at these, or else where the client reaches this host; never
