@@ -1,21 +1,23 @@
-"""When a client uses which link, and how long it keeps one that has failed."""
+"""When a client uses which link, several at once, and how long it keeps one that has failed."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import cast
 
 import msgspec
 import pytest
+import torch
 from tests.support import SMALL, running_store, start_store
 from tests.transports.mailbox import MailboxLink
 
 import torchstore_core as ts
 from torchstore_core.clients.session.volume_links import VolumeLinks
-from torchstore_core.contracts.transport import Link
+from torchstore_core.contracts.transport import Copy, Link
 from torchstore_core.plugins.ranking import Candidate
 
 ALL_BUT_MAILBOX = ["shm", "tcp", "mailbox-apart"]
@@ -130,3 +132,33 @@ async def test_a_transport_that_waits_is_not_given_more_than_it_takes() -> None:
             links.failed(msgspec.structs.replace(candidate, spec=small), FAULT)
         assert [c.spec.name for c in links.candidates(10)] == ["mailbox"]
         assert links.candidates(11) == []
+
+
+async def test_the_bytes_of_several_volumes_move_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link to each of two volumes waits, in a put and in a get, until the other one moves."""
+    both = asyncio.Barrier(2)
+    met: list[str] = []
+
+    class Meeting(MailboxLink):
+        async def write(self, copies: Sequence[Copy]) -> None:
+            await self._meet("write")
+            await super().write(copies)
+
+        async def read(self, copies: Sequence[Copy]) -> None:
+            await self._meet("read")
+            await super().read(copies)
+
+        async def _meet(self, what: str) -> None:
+            async with asyncio.timeout(10):
+                await both.wait()
+            met.append(what)
+
+    monkeypatch.setattr(MailboxLink, "connect", Meeting.connect)
+    values = {key: torch.full((1 << 20,), ord(key), dtype=torch.uint8) for key in "abcdefgh"}
+    arguments = {**SMALL, "num_storage_volumes": 2, "strategy": "hash"}
+    async with running_store(block=ALL_BUT_MAILBOX, **arguments) as client:
+        await client.put_batch(values)
+        got = {key: torch.zeros_like(value) for key, value in values.items()}
+        await client.get_batch(got)
+    assert met == ["write", "write", "read", "read"]
+    assert all(torch.equal(got[key], values[key]) for key in values)
