@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import heapq
 import itertools
 import os
 import queue
 import random
+import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -193,6 +196,16 @@ class World:
 
         self.request(ask)
 
+    def fill_the_log(self) -> None:
+        """Until not even the smallest record finds room, as the file cannot grow."""
+        for size in (10_000, 1, 0):
+            with contextlib.suppress(StoreFullError):
+                while True:
+                    if size:
+                        self.controller.delete(["x" * size], False, (self.session, 0))
+                    else:
+                        self.controller.release(self.session, [], [])
+
     def step(self) -> None:
         chance = self.chance
         key = f"{chance.choice('kkkc')}{chance.randrange(30)}"
@@ -280,3 +293,45 @@ def test_what_is_on_disk_is_there_again(tmp_path: Path, seed: int, disk: int) ->
         finally:
             world.close()
     assert not list(tmp_path.iterdir())
+
+
+def _is_call(one: object, other: functools.partial[None]) -> bool:
+    return isinstance(one, functools.partial) and (one.func, one.args) == (other.func, other.args)
+
+
+def test_a_read_whose_end_finds_no_room_in_the_log_ends_later(tmp_path: Path) -> None:
+    with volumes(CAPACITY) as records:
+        world = World(tmp_path, records, 0, 4 << 20)
+        values = world.controller.spilling.values
+        try:
+            for number in itertools.count():
+                if values.away:
+                    break
+                world.put(f"k{number}")
+                while world.waiting:
+                    world.turn(wait=True)
+            away = next(one.key for one in values.all() if one.state is State.ON_DISK)
+            world.get(away)
+            while not world.mover.reading:  # there is no room for it yet
+                world.turn(wait=True)
+            [reading] = world.mover.reading
+            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(
+                resource.RLIMIT_FSIZE, (os.fstat(world.logs[-1].fd).st_size, limits[1])
+            )
+            try:
+                world.fill_the_log()
+                again = functools.partial(world.mover._end_read_again, reading)
+                while not any(_is_call(call, again) for _, _, call in world.timers):
+                    world.turn(wait=True)
+                assert reading.state is State.READING
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            before = world.answered
+            while world.waiting:
+                world.turn(wait=True)
+            assert world.answered > before
+            world.lose_the_controller(anew=False)
+            world.finish()
+        finally:
+            world.close()

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torchstore_core import moments
+from torchstore_core.errors import StoreFullError
 from torchstore_core.reports.units import human_bytes
 from torchstore_core.server.memory.allocator import ALIGNMENT, Allocator, rounded
 from torchstore_core.server.memory.volume_record import VolumeRecord
@@ -79,15 +80,21 @@ class Mover:
         self.written_bytes = self.read_bytes = 0
 
     def begin(
-        self, values: Residency, moved: Callable[[bool], None], read: Callable[[Tracked], None]
+        self,
+        values: Residency,
+        moved: Callable[[bool], None],
+        read: Callable[[Tracked], None],
+        later: Callable[[float, Callable[[], None]], object] = lambda delay, call: None,
     ) -> None:
         """The values that it moves, what to call when it has tried to move some, with whether that
         has changed anything, and what to call with one that was read, or could not be, just before
-        its state changes.
+        its state changes; that raises StoreFullError if it may not change yet. ``later`` calls
+        something after so many seconds.
         """
         self._values = values
         self._moved = moved
         self._ended = read
+        self._later = later
 
     def repeat(self) -> None:
         """Until :meth:`go_on`, nothing is read or written: what is noted has happened before."""
@@ -380,11 +387,23 @@ class Mover:
             tracked.is_damaged = isinstance(error, DamagedError)
             tracked.failure = _why(error)
             log.error("%r cannot be read from %s: %s", tracked.key, self.file.directory, error)
-        self._ended(tracked)
+        self._end_read(tracked)
+
+    def _end_read(self, tracked: Tracked) -> None:
+        try:
+            self._ended(tracked)
+        except StoreFullError as failed:  # what comes next would not know of it
+            log.warning("%r was read, but that cannot be noted yet: %s", tracked.key, failed)
+            self._later(_PAUSE_S, functools.partial(self._end_read_again, tracked))
+            return
         self.note_read(tracked)
         waiting, tracked.waiting = tracked.waiting, []
         for ticket in waiting:
             ticket.one_read()
+
+    def _end_read_again(self, tracked: Tracked) -> None:
+        self._end_read(tracked)
+        self._moved(True)
 
     def note_read(self, tracked: Tracked) -> None:
         """A value has been read, unless it has a ``failure``."""

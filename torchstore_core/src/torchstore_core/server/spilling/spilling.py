@@ -77,7 +77,7 @@ class Spilling:
         self._last_progress = 0.0
         self._retry_is_due = self._is_timed = False
         if mover is not None:
-            mover.begin(self.values, self._moved, self._read_ended)
+            mover.begin(self.values, self._moved, self._read_ended, later)
 
     # ---- puts -----------------------------------------------------------------------------
 
