@@ -58,13 +58,13 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
     def end(self) -> None:
         """Cancel all tasks, so that nothing is left of them."""
-        self.forget_timers()
         while any(not task.done() for task in self._tasks):
             for task in self._tasks:
                 task.cancel()
             while self.ready:
                 self.run_one()
         self.ready.clear()
+        self.forget_timers()  # also those that what was ready has set
         for task in self._tasks:
             if not task.cancelled():
                 task.exception()  # retrieve it, or asyncio complains that nobody did
