@@ -25,6 +25,7 @@ CANCELLED = "test_after_a_cancelled_write_no_byte_moves"
 READING = "test_after_a_cancelled_read_no_byte_moves"
 SOON = "test_a_cancelled_transfer_ends_within_a_second"
 STOPPED = "test_a_stopped_half_holds_nobody_up"
+DEADLINE = "test_a_deadline_ends_what_a_stopped_half_does_not"
 PROGRESS = "test_progress_tells_that_bytes_have_moved"
 FAILED = "test_failed_transfers_leave_nothing_behind"
 ALONE = "test_the_end_of_a_link_is_nobody_elses"
@@ -118,6 +119,8 @@ def _clean() -> Iterator[None]:
             "that half is dead",
         ),
         (moving("Polite"), STOPPED, "ended after .* s, not within a second"),
+        (moving("Deaf"), DEADLINE, "deadline has passed returned as if it had not been cancelled"),
+        (moving("Belated"), DEADLINE, "12582912 bytes were moved after a write had ended"),
         (moving("Plain"), KILLED, "ConnectionResetError.*no TransportErr"),
         (ending("Trusting"), RANGE, "the byte after the segment was accepted"),
         (ending("Unsigned"), RANGE, "write of an offset that overflows 64 bits (was|raised)"),

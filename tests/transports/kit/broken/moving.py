@@ -246,6 +246,16 @@ class Polite(SimpleLink):
             await self.context.handshake(OPEN)
 
 
+class Deaf(SimpleLink):
+    """Asks its server half before each transfer, and takes a deadline's end for the answer."""
+
+    async def move(self, copies: Sequence[Copy], *, write: bool) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            if self.context.handshake is not None:
+                await self.context.handshake(OPEN)
+            await super().move(copies, write=write)
+
+
 class Plain(Polite):
     """Raises what the socket raises, when its server half is gone."""
 
@@ -276,6 +286,23 @@ class Lingering(Polite):
         except TransportError:
             return False
         return True
+
+
+class Belated(Polite):
+    """Asks its server half before each transfer, and moves when the answer comes, whoever waits."""
+
+    async def move(self, copies: Sequence[Copy], *, write: bool) -> None:
+        later = MovesOn(
+            {n: (os.dup(fd), size) for n, (fd, size) in self.segments.items()}, self.context
+        )
+
+        async def when_asked() -> None:
+            await self.ask()
+            later.work(copies, threading.Event(), write)
+            later.close()
+
+        _kept.append(asyncio.ensure_future(when_asked()))
+        await asyncio.shield(_kept[-1])
 
 
 class Opening(SimpleLink):

@@ -7,7 +7,7 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -36,6 +36,7 @@ _PIECE = 1 << 20
 # When transfers are cancelled, as fractions of the time that a transfer takes.
 _MOMENTS = (0.0, 0.1, 0.3, 0.5, 0.8)
 _CANCEL_S = 1.0
+_DEADLINE_S = 0.5
 _PATIENCE_S = 10.0
 # How long a transfer may take to notice that the server half is dead, before it is cancelled.
 _NOTICE_S = 1.5
@@ -44,6 +45,7 @@ _WATCH_S = 0.5
 _WRITTEN, _POISON, _OURS = 0x11, 0x66, 0x99
 # Memory to which a transport that fails a test may still write.
 _kept: list[Memory] = []
+_Work = Coroutine[Any, Any, None]
 
 
 def _copies(memory: Memory, offset: int) -> list[Copy]:
@@ -54,21 +56,50 @@ def _copies(memory: Memory, offset: int) -> list[Copy]:
     ]
 
 
-async def _cancelled(work: Coroutine[Any, Any, None], delay: float, what: str) -> None:
+async def _cancelled(work: _Work, delay: float, what: str) -> None:
     """Cancel ``work`` after a delay, and fail the test if it does not end soon."""
     task = asyncio.ensure_future(work)
     await asyncio.sleep(0)
     if delay:
         await asyncio.wait([task], timeout=delay)
     task.cancel()
+    await _ended(task, f"a cancelled {what}")
+
+
+async def _limited(work: _Work, what: str) -> None:
+    """Give ``work`` a deadline, and fail the test if it is not over soon after that, or if whoever
+    has set the deadline is not told.
+    """
+    passed = False
+
+    async def until_deadline() -> None:
+        nonlocal passed
+        deadline = asyncio.timeout(_DEADLINE_S)
+        try:
+            async with deadline:
+                await work
+            passed = deadline.expired()
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+
+    what = f"a {what} whose deadline has passed"
+    task = asyncio.ensure_future(until_deadline())
+    await asyncio.wait([task], timeout=_DEADLINE_S)
+    await _ended(task, what)
+    check(not passed, f"{what} returned as if it had not been cancelled")
+
+
+async def _ended(task: asyncio.Future[None], what: str) -> None:
+    """Fail the test if ``task``, which has just been cancelled, does not end soon."""
     began = time.monotonic()
     await asyncio.wait([task], timeout=_PATIENCE_S)
     took = time.monotonic() - began
-    check(task.done(), f"a cancelled {what} did not end within {_PATIENCE_S:g} s")
-    check(took <= _CANCEL_S, f"a cancelled {what} ended after {took:.1f} s, not within a second")
+    check(task.done(), f"{what} did not end within {_PATIENCE_S:g} s")
+    check(took <= _CANCEL_S, f"{what} ended after {took:.1f} s, not within a second")
     if not task.cancelled() and (raised := task.exception()) is not None:
         known = isinstance(raised, TransportError)
-        check(known, f"a cancelled {what} raised {raised!r}, which is no TransportError")
+        check(known, f"{what} raised {raised!r}, which is no TransportError")
 
 
 class StoppingTests(TransportKit):
@@ -293,27 +324,59 @@ class StoppingTests(TransportKit):
 
     def test_a_stopped_half_holds_nobody_up(self) -> None:
         """While the half's process is stopped (SIGSTOP), transfers and connects can be cancelled,
-        and a link can be closed; when it continues, no cancelled transfer writes.
+        and a link can be closed; when it continues, no cancelled transfer moves a byte.
+        """
+
+        async def cancelled(session: Session, *moves: tuple[str, _Work]) -> None:
+            await asyncio.gather(*(_cancelled(work, 0.3, what) for what, work in moves))
+            other = asyncio.ensure_future(session.connect())
+            await asyncio.wait([other], timeout=0.2)
+            await _failed_or_cancelled(other, "connect while the half was stopped")
+
+        self._while_stopped(cancelled)
+
+    def test_a_deadline_ends_what_a_stopped_half_does_not(self) -> None:
+        """While the half's process is stopped, a write and a read end when their caller's
+        ``asyncio.timeout`` has passed, and let it raise; when the half continues, no byte of
+        theirs moves.
+        """
+
+        async def limited(_: Session, *moves: tuple[str, _Work]) -> None:
+            await asyncio.gather(*(_limited(work, what) for what, work in moves))
+
+        self._while_stopped(limited)
+
+    def _while_stopped(self, ending: Callable[..., Coroutine[Any, Any, None]]) -> None:
+        """While the half's process is stopped, let ``ending`` end a write and a read, which it is
+        given with the session; the links are closed then, and when the half continues, no byte
+        may move.
         """
         with self.apart() as endpoints:
 
             async def work(session: Session, link: Link) -> None:
                 source = Memory(bytes([_WRITTEN]) * _TRANSFER)
-                _kept.append(source)
+                target = Memory(_TRANSFER)
+                _kept.extend((source, target))
                 offset = endpoints.take(_TRANSFER)
+                read_from = endpoints.take(_TRANSFER)
                 await link.write(_copies(source, offset))
+                await link.write(_copies(source, read_from))
+                reading = await session.connect()
                 _stop(endpoints)
                 try:
-                    await _cancelled(link.write(_copies(source, offset)), 0.3, "write (stopped)")
+                    await ending(
+                        session,
+                        ("write (stopped)", link.write(_copies(source, offset))),
+                        ("read (stopped)", reading.read(_copies(target, read_from))),
+                    )
                     unsettled = link.unsettled
-                    other = asyncio.ensure_future(session.connect())
-                    await asyncio.wait([other], timeout=0.2)
-                    await _failed_or_cancelled(other, "connect while the half was stopped")
                     began = time.monotonic()
                     link.close()
+                    reading.close()
                     took = time.monotonic() - began
                     check(took < _CANCEL_S, f"close() took {took:.1f} s while the half was stopped")
                     source.fill(_POISON)
+                    target.fill(_OURS)
                     if not unsettled:
                         endpoints.put(offset, bytes([_OURS]) * _TRANSFER)
                 finally:
@@ -322,9 +385,12 @@ class StoppingTests(TransportKit):
                 if unsettled:
                     endpoints.put(offset, bytes([_OURS]) * _TRANSFER)
                 await asyncio.sleep(_WATCH_S)
-                moved = _TRANSFER - endpoints.look(offset, _TRANSFER).count(_OURS)
-                check(not moved, f"{moved} bytes of a cancelled write came when the half went on")
-                _kept.remove(source)
+                there = endpoints.look(offset, _TRANSFER)
+                for what, found in (("write", there), ("read", target.data())):
+                    moved = _TRANSFER - found.count(_OURS)
+                    when = f"a {what} had ended, when the half went on"
+                    check(not moved, f"{moved} bytes were moved after {when}")
+                del _kept[-2:]
 
             self.with_link(endpoints, work)
 
