@@ -127,7 +127,7 @@ async def ranks_are_killed(server: int, kind: str, seconds: float) -> None:
         readers = Readers(stack, address, kind)
         ranks = [start(rank) for rank in range(RANKS)]
         end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        while rounds < 4 or time.monotonic() < end:
             rounds += 1
             await advanced(2)
             victim = chance.randrange(RANKS)
