@@ -189,8 +189,14 @@ async def test_replicas_are_on_both_hosts(hosts: Job) -> None:
 
 
 async def test_a_host_without_any_agent_has_a_relay_of_its_own(hosts: Job) -> None:
-    before, processes = set(hosts.directories()), hosts.processes()
-    name = "away"
+    name, before = "away", set(hosts.directories())
+    # The engine starts a process on each host for the first actor there, which stays.
+    await hosts.root(acts.initialize, {"store_name": name, "num_storage_volumes": 1})
+    for host in (0, 1):
+        await hosts.at(host, acts.put_tensors, "k", 1, MB, name)
+    await hosts.root(acts.shutdown, name)
+    await until(lambda: set(hosts.directories()) == before, 30)
+    processes = hosts.processes()
     await hosts.root(acts.initialize, {"store_name": name, "num_storage_volumes": 1})
     await hosts.at(0, acts.put_tensors, "k", 3, MB, name)
     assert await hosts.at(1, acts.tensors_are_right, "k", 3, MB, name)
