@@ -43,11 +43,15 @@ async def test_every_transport_is_measured_and_later_bids_say_so(tmp_path: Path)
         report = json.loads(result.out)
         assert (report["saved"], report["nbytes"]) == (where, 4 << 20)
         volumes = {"torchstore-0", "torchstore-1"}
-        shm = [line for line in report["lines"] if line["transport"] == "shm"]
-        assert {line["volume"] for line in shm} == volumes
-        for line in shm:
-            assert line["error"] is None
-            assert min(line["put_bytes_per_s"], line["get_bytes_per_s"]) > 0
+        shm, tcp = (
+            [line for line in report["lines"] if line["transport"] == name]
+            for name in ("shm", "tcp")
+        )
+        for lines in (shm, tcp):
+            assert {line["volume"] for line in lines} == volumes
+            for line in lines:
+                assert line["error"] is None
+                assert min(line["put_bytes_per_s"], line["get_bytes_per_s"]) > 0
         refused = [line for line in report["lines"] if line["transport"] == "inprocess"]
         assert {line["error"] for line in refused} == {"the volume is in another process"}
         assert await store.keys() == []

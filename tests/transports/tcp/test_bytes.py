@@ -19,6 +19,7 @@ from tests.transports.tcp.proxy import Proxy
 
 from torchstore_core.contracts.transport import Copy
 from torchstore_core.errors import TransportError, TransportNotReadyError
+from torchstore_transports.tcp.moving.widths import LARGE
 
 
 @pytest.mark.parametrize("nbytes", [1, 4095, 65536, 3 * MB + 1, 33 * MB])
@@ -239,6 +240,20 @@ async def test_small_messages_are_not_delayed_and_dead_peers_are_noticed() -> No
                 assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
                 assert 0 < one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 20_000
         assert found >= 2
+
+
+@pytest.mark.parametrize("write", [True, False])
+async def test_how_fast_large_batches_were_decides_how_many_streams_the_next_has(
+    write: bool,
+) -> None:
+    async with linked(LARGE) as (link, _):
+        local = Local(LARGE)
+        widths = link._writes if write else link._reads
+        first = widths.choose(LARGE)
+        for _ in range(2):  # from then on, it is known
+            assert widths.choose(LARGE) == first
+            await (link.write if write else link.read)([local.copy()])
+        assert widths.choose(LARGE) != first
 
 
 async def test_nothing_is_open_without_clients_and_nothing_is_left() -> None:
