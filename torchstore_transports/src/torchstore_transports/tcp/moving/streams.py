@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -244,7 +245,11 @@ class Streams:
                 ahead += unit.nbytes
                 in_flight.append(unit)
                 waiting += len(unit.extents)
-                self._ask(connection, unit, transfer.volume, write=transfer.write)
+                try:
+                    self._ask(connection, unit, transfer.volume, write=transfer.write)
+                except Exception:
+                    self._note_answers(transfer, connection, in_flight)
+                    raise
             if not in_flight:
                 return
             unit = in_flight[0]
@@ -253,6 +258,17 @@ class Streams:
             in_flight.popleft()
             waiting -= len(unit.extents)
             ahead -= unit.nbytes
+
+    def _note_answers(
+        self, transfer: Transfer, connection: Connection, in_flight: deque[Unit]
+    ) -> None:
+        """The connection has broken while something was being sent: note which writes have been
+        answered by then, so that they are not done again over another transport.
+        """
+        with contextlib.suppress(OSError, TransportError):
+            while transfer.write and in_flight and connection.has_received(ANSWER.size):
+                self._settle(connection, in_flight[0], write=True)
+                transfer.moved(in_flight.popleft())
 
     def _others_wait(self, transfer: Transfer) -> bool:
         with self._lock:

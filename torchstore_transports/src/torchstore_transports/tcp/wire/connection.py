@@ -234,6 +234,17 @@ class Connection:
             return False
         return False  # closed by the peer, or an unexpected byte
 
+    def has_received(self, nbytes: int) -> bool:
+        """Return whether so many bytes have arrived, also if the connection has ended since. An
+        encrypted connection does not tell: it says no.
+        """
+        if self.encrypted:
+            return False
+        try:
+            return len(self._socket.recv(nbytes, socket.MSG_PEEK | socket.MSG_DONTWAIT)) == nbytes
+        except OSError:
+            return False
+
     def shut(self) -> None:
         """End the connection, from any thread; a thread that waits for it gets an error at once."""
         with self._lock:
