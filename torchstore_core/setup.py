@@ -11,6 +11,7 @@ setup(
             "torchstore_core._native",
             sources=[
                 "src/torchstore_core/_native.c",
+                "src/torchstore_core/_native_guarding.c",
                 "src/torchstore_core/_native_hashing.c",
                 "src/torchstore_core/_native_transfer.c",
             ],

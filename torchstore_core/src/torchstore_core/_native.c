@@ -262,6 +262,11 @@ extern PyObject *torchstore_transfer(PyObject *self, PyObject *args);
 /* hash_runs(runs): in _native_hashing.c. */
 extern PyObject *torchstore_hash_runs(PyObject *self, PyObject *list);
 
+/* guard(address, nbytes), is_lost(guard), unguard(guard): in _native_guarding.c. */
+extern PyObject *torchstore_guard(PyObject *self, PyObject *args);
+extern PyObject *torchstore_is_lost(PyObject *self, PyObject *number);
+extern PyObject *torchstore_unguard(PyObject *self, PyObject *number);
+
 /* The part of DLPack 1.x for inspecting tensors without torch's headers; see dlpack.h. */
 typedef struct {
     void *data;
@@ -700,6 +705,11 @@ static PyMethodDef methods[] = {
     {"hash_runs", torchstore_hash_runs, METH_O,
      "hash_runs(runs)\n\nThe XXH3 (128 bits) of each (destination or 0, source, nbytes), which is copied on the\n"
      "way, GIL released; None if the processor has no AVX2."},
+    {"guard", torchstore_guard, METH_VARARGS,
+     "guard(address, nbytes)\n\nReplace by zeros what cannot be read any more of a range of mapped files."},
+    {"is_lost", torchstore_is_lost, METH_O,
+     "is_lost(guard)\n\nWhether something in a guarded range was replaced."},
+    {"unguard", torchstore_unguard, METH_O, "unguard(guard)\n\nEnd a guard."},
     {"transfer", torchstore_transfer, METH_VARARGS,
      "transfer(fd, rows, sending, more)\n\nSend or receive each (address, nbytes, rows, stride) of an "
      "int64\nbuffer, GIL released; the number of bytes."},

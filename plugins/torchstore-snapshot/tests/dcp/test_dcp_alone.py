@@ -313,7 +313,7 @@ def test_only_what_is_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
             seen.append(memoryview(buffer).nbytes)
             super().read_into(offset, buffer)
 
-        def map(self, offset: int, nbytes: int, *, populate: bool) -> Any:
+        def map(self) -> Any:
             raise OSError("what is read from a mapping cannot be counted")
 
     monkeypatch.setattr(local, "LocalReader", Counting)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from torchstore_snapshot.restoring.mappings import MappedFile, address_of
+from torchstore_snapshot.storage.base import Mapping
 from torchstore_snapshot.storage.mapping import map_file
 
 _NBYTES = 40 << 20
@@ -21,7 +22,7 @@ _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 @pytest.fixture
-def cold(tmp_path: Path) -> memoryview:
+def cold(tmp_path: Path) -> Mapping:
     """A mapping of a file of which nothing is in the page cache."""
     path = tmp_path / "data"
     path.write_bytes(random.Random(1).randbytes(_PAGE) * (_NBYTES // _PAGE))
@@ -29,16 +30,17 @@ def cold(tmp_path: Path) -> memoryview:
     try:
         os.fsync(file)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        memory = map_file(file, 0, _NBYTES, populate=False)
+        mapping = map_file(file, _NBYTES)
     finally:
         os.close(file)
-    if any(cached(memory)):
+    if any(cached(mapping)):
         pytest.skip("this file system is in memory")
-    return memory
+    return mapping
 
 
-def cached(memory: memoryview) -> bytes:
+def cached(mapping: Mapping) -> bytes:
     """For each page of a mapped file, whether it is in the page cache."""
+    memory = mapping.memory
     found = ctypes.create_string_buffer(memory.nbytes // _PAGE)
     assert not _libc.mincore(address_of(memory), memory.nbytes, found)
     return bytes(each & 1 for each in found.raw)
@@ -54,7 +56,7 @@ def read(mapped: MappedFile, begin: int, end: int, step: int) -> int:
 
 @pytest.mark.parametrize("step", [1 << 20, 4 << 20, 16 << 20])
 def test_ranges_are_read_in_large_requests_and_nothing_beside_them(
-    cold: memoryview, step: int
+    cold: Mapping, step: int
 ) -> None:
     ranges = [(_PAGE, 3 * _PAGE), (3 << 20, (22 << 20) + 5), ((23 << 20) + 77, (31 << 20) + 77)]
     mapped = MappedFile(cold, ranges)
@@ -65,7 +67,7 @@ def test_ranges_are_read_in_large_requests_and_nothing_beside_them(
     assert waits <= len(wanted) * _PAGE // (64 << 10)  # page by page, there are 16 times as many
 
 
-def test_what_is_no_range_is_read_in_large_requests_all_the_same(cold: memoryview) -> None:
+def test_what_is_no_range_is_read_in_large_requests_all_the_same(cold: Mapping) -> None:
     """Such as rows that lie apart, each of which has several pages."""
     mapped = MappedFile(cold, [])
     rows = range(0, 16 << 20, 4 << 20)
@@ -76,7 +78,7 @@ def test_what_is_no_range_is_read_in_large_requests_all_the_same(cold: memoryvie
     assert waits <= sum(there) * _PAGE // (64 << 10)
 
 
-def test_a_whole_file_is_read_in_large_requests(cold: memoryview) -> None:
+def test_a_whole_file_is_read_in_large_requests(cold: Mapping) -> None:
     waits = read(MappedFile(cold), 0, _NBYTES, 4 << 20)
     assert all(cached(cold))
     assert waits <= _NBYTES // (64 << 10)
@@ -86,7 +88,7 @@ def test_a_file_that_has_become_shorter_cannot_be_read(tmp_path: Path) -> None:
     path = tmp_path / "data"
     path.write_bytes(bytes(4 * _PAGE))
     with path.open("rb") as file:
-        mapped = MappedFile(map_file(file.fileno(), 0, 4 * _PAGE, populate=False))
+        mapped = MappedFile(map_file(file.fileno(), 4 * _PAGE))
     assert mapped.populate(_PAGE, 4 * _PAGE)
     os.truncate(path, 2 * _PAGE)
     assert mapped.populate(0, 2 * _PAGE)

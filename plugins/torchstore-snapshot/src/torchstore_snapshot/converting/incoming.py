@@ -83,18 +83,24 @@ def tensor_item(
 
 
 def loaded_from(reader: LocalReader, start: int, nbytes: int, path: str, url: str) -> memoryview:
-    """Return bytes of a file, mapped.
+    """Return bytes of a file, in memory.
 
     Raises:
         SnapshotCorruptError: the file ends before.
     """
+    short = SnapshotCorruptError(
+        f"{url!r} is damaged: the file with {path!r} is too short",
+        key=path,
+        details={"path": url},
+    )
     if start < 0 or nbytes < 0 or start + nbytes > reader.nbytes:
-        raise SnapshotCorruptError(
-            f"{url!r} is damaged: the file with {path!r} is too short",
-            key=path,
-            details={"path": url},
-        )
-    return memoryview(reader.map(start, nbytes, populate=False)) if nbytes else memoryview(b"")
+        raise short
+    data = memoryview(bytearray(nbytes))
+    try:
+        reader.read_into(start, data)
+    except EOFError as error:
+        raise short from error
+    return data
 
 
 class Take(NamedTuple):

@@ -176,7 +176,7 @@ class _Folder:
         return made
 
     def bytes_of(self, path: str, location: str, span: Sequence[int] | None) -> memoryview:
-        """Return bytes of a file, mapped."""
+        """Return bytes of a file, in memory."""
         reader = self.reader(location)
         begin, end = span if span is not None else (0, reader.nbytes)
         return loaded_from(reader, begin, end - begin, path, self._source)

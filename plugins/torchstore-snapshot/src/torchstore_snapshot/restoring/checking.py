@@ -215,6 +215,8 @@ def _hash_blocks(
             block.found[block.number] = _hash_read(files, block.of, start, nbytes, limits)
     for block, digest in zip(mapped, hashes_of(runs), strict=True):
         block.found[block.number] = digest
+    for index in {block.of.piece.file for block in mapped}:
+        files.check_kept(index)
     if advance is not None:
         advance(sum(block.end - block.begin for block in group))
 

@@ -170,6 +170,9 @@ class Fetched:
         held = self._held.get(index)
         return None if held is None else held.window(start, nbytes)
 
+    def check_kept(self, index: int, path: str | None = None) -> None:
+        """See :meth:`Files.check_kept`: what was read into memory stays there."""
+
     def corrupt(self, index: int, what: str, path: str | None = None) -> SnapshotCorruptError:
         return self._files.corrupt(index, what, path)
 

@@ -113,7 +113,7 @@ class Files:
         self._mapped[index] = None
         if isinstance(reader, Maps) and reader.nbytes:
             try:
-                whole = memoryview(reader.map(0, reader.nbytes, populate=False))
+                whole = reader.map()
             except OSError:  # no address space, or a file system that cannot: it is read instead
                 return
             if sum(end - begin for begin, end in ranges or ()) >= _MOST * reader.nbytes:
@@ -128,7 +128,7 @@ class Files:
 
         Args:
             rows: which parts of it are needed; None: all of it. These are in memory when this
-                returns.
+                returns; whether they still were when they were used says :meth:`check_kept`.
         """
         mapped = self._mapped.get(index)
         if mapped is None or not nbytes:
@@ -136,6 +136,17 @@ class Files:
         if not all(mapped.populate(*each) for each in _needed(start, nbytes, rows)):
             return None
         return mapped.memory[start : start + nbytes]
+
+    def check_kept(self, index: int, path: str | None = None) -> None:
+        """Find out whether what was used of a file's windows were its bytes. Called after that, and
+        before anybody relies on it.
+
+        Raises:
+            SnapshotCorruptError: the file was truncated meanwhile, or its disk has failed.
+        """
+        mapped = self._mapped.get(index)
+        if mapped is not None and mapped.lost:
+            raise self.corrupt(index, "became shorter while it was read, or its disk failed", path)
 
     def corrupt(self, index: int, what: str, path: str | None = None) -> SnapshotCorruptError:
         """Return the error for a damaged file; ``path`` is the tensor concerned."""

@@ -205,6 +205,7 @@ def _fill(
     copying.copy_pieces(plain, stream=True)
     for (hashes, number), digest in zip(found, hashes_of(hashed), strict=True):
         hashes[number] = digest
+    files.check_kept(group[0].read.piece.file)
     if advance is not None:
         advance(sum(len(part.memory) for part in group))
 
@@ -252,6 +253,7 @@ def _scatter(
         else:
             with torch.inference_mode():
                 view.copy_(source)
+        files.check_kept(read.piece.file, read.path)
         if advance is not None:
             advance(view.nbytes)
 

@@ -9,10 +9,12 @@ import mmap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from torchstore_snapshot.storage.base import Mapping
+
 __all__ = ["MappedFile", "address_of"]
 
 # Fills the page tables of a mapping, without making private copies, and reports what cannot be read
-# as an error, where an access would end the process by SIGBUS. Since Linux 5.14; EINVAL before.
+# as an error, where an access would read zeros. Since Linux 5.14; EINVAL before.
 _MADV_POPULATE_READ = 22
 # Since Linux 6.1, where there are huge pages; EINVAL otherwise.
 _MADV_COLLAPSE = 25
@@ -53,14 +55,15 @@ class MappedFile:
     of the time.
 
     Args:
-        memory: the mapping.
+        mapping: of the file.
         ranges: the first byte and the end of each range of which everything will be read, in order
             and without overlaps. Nothing beside them is read ahead, which may be megabytes for
             each. None: all of the file.
     """
 
-    def __init__(self, memory: memoryview, ranges: Sequence[tuple[int, int]] | None = None) -> None:
-        self.memory = memory
+    def __init__(self, mapping: Mapping, ranges: Sequence[tuple[int, int]] | None = None) -> None:
+        self.memory = memory = mapping.memory
+        self._guard = mapping.guard
         self._address = address_of(memory)
         huge = _huge_page()
         # Of which the kernel reads all huge pages by itself.
@@ -73,6 +76,11 @@ class MappedFile:
                     self._inner.append((first, last))
         if ranges is not None:
             _madvise(self._address, memory.nbytes, mmap.MADV_RANDOM)
+
+    @property
+    def lost(self) -> bool:
+        """Whether zeros were read in the place of bytes that are gone."""
+        return self._guard.lost
 
     def populate(self, begin: int, end: int) -> bool:
         """Read a range, and fill its page tables. Returns False if that is not possible: the file

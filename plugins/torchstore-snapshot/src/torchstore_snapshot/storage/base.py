@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-__all__ = ["FileInfo", "Gathers", "KeepsUnfinished", "Maps", "Reader", "Storage", "Writer"]
+from torchstore_core.machine.bus_errors import Guard
+
+__all__ = ["FileInfo", "Gathers", "KeepsUnfinished", "Mapping", "Maps", "Reader", "Storage"]
+__all__ += ["Writer"]
 
 
 class FileInfo(NamedTuple):
@@ -75,19 +78,28 @@ class Gathers(Protocol):
         """
 
 
+class Mapping(NamedTuple):
+    """A mapped file.
+
+    Args:
+        memory: a writable buffer with private memory that shows the file, also after it was closed.
+            It is unmapped when nothing refers to it any more.
+        guard: says whether zeros were read in the place of what could not be read.
+    """
+
+    memory: memoryview
+    guard: Guard
+
+
 @runtime_checkable
 class Maps(Protocol):
     """An optional ability of a :class:`Reader`."""
 
-    def map(self, offset: int, nbytes: int, *, populate: bool) -> Any:
-        """Return a writable buffer with private memory that shows a range of the file. It keeps
-        itself alive. ``offset`` may be any, ``nbytes`` is above 0.
-
-        Args:
-            populate: read everything now; otherwise only what is accessed is read.
+    def map(self) -> Mapping:
+        """Return the file, which is not empty, in memory. Only what is accessed is read.
 
         Raises:
-            OSError: with ``populate``, not everything could be read.
+            OSError: it cannot be mapped; it can be read.
         """
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torchstore_snapshot.errors import NotAtomicError
 from torchstore_snapshot.format.paths import new_take_id, temporary
-from torchstore_snapshot.storage.base import FileInfo
+from torchstore_snapshot.storage.base import FileInfo, Mapping
 from torchstore_snapshot.storage.descriptors import OpenForReading
 from torchstore_snapshot.storage.mapping import map_file
 
@@ -99,9 +99,9 @@ class LocalReader:
                 offset += count
                 rest = rest[count:]
 
-    def map(self, offset: int, nbytes: int, *, populate: bool) -> Any:
+    def map(self) -> Mapping:
         with self._file.opened() as file:
-            return map_file(file, offset, nbytes, populate=populate)
+            return map_file(file, self.nbytes)
 
     def close(self) -> None:
         self._file.close()

@@ -1,5 +1,5 @@
 """Mappings of files that keep nothing open, unlike those of :mod:`mmap`, which have a descriptor
-each. Torch-free.
+each, and that other processes may truncate. Torch-free.
 """
 
 from __future__ import annotations
@@ -8,27 +8,27 @@ import errno
 import os
 from typing import cast
 
-from torchstore_core.machine.virtual_memory import map_private, populate_read
+from torchstore_core.machine.bus_errors import Guard, can_guard
+from torchstore_core.machine.virtual_memory import map_private
+from torchstore_snapshot.storage.base import Mapping
 
 __all__ = ["map_file"]
 
 
-def map_file(file: int, offset: int, nbytes: int, *, populate: bool) -> memoryview:
-    """Return a writable buffer with private memory that shows a range of an open file, also after
-    the file was closed. It is unmapped when nothing refers to it any more.
+def map_file(file: int, nbytes: int) -> Mapping:
+    """Map an open file, of which nothing is read by that.
 
     Args:
         file: the descriptor.
-        offset: any; ``nbytes`` is above 0.
-        populate: read everything now.
+        nbytes: how many bytes from its beginning, above 0.
 
     Raises:
-        OSError: it cannot be mapped, or, with ``populate``, not everything could be read.
+        OSError: it cannot be mapped, or not so that losing it would leave the process alive.
     """
-    if offset + nbytes > os.fstat(file).st_size:
+    if not can_guard():
+        raise OSError(errno.ENOSYS, "mapped files cannot be guarded without the compiled module")
+    if nbytes > os.fstat(file).st_size:
         raise OSError(errno.EINVAL, "the file ends before the end of the range")
-    address, before, block = map_private(file, offset, nbytes)
-    # Unread pages are an error here, where an access would end the process by SIGBUS.
-    if populate and (code := populate_read(address - before, before + nbytes)):
-        raise OSError(code, os.strerror(code))
-    return memoryview(cast("bytearray", block)).cast("B")[before:]
+    address, _, block = map_private(file, 0, nbytes)
+    guard = Guard(address, nbytes, block)
+    return Mapping(memoryview(cast("bytearray", block)).cast("B"), guard)
