@@ -58,7 +58,7 @@ def prepared(tmp_path: Path) -> Prepared:
     options = TakeOptions(fsync=False)
     made = prepare(str(tmp_path / "s"), state, Ranks.alone(), None, options)
     assert made.claim is not None
-    made.claim.release()
+    made.claim.release(keep_folder=True)
     return made._replace(claim=None)
 
 

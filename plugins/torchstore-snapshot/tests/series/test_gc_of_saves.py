@@ -118,7 +118,7 @@ def test_a_conversion_beside_a_collection(tmp_path: Path, given_up: bool) -> Non
     if given_up:
         with pytest.raises(TakeLostError):
             write_parts(str(tmp_path / "0"), [[member]], TakeOptions(fsync=False))
-        assert files(tmp_path / "0") == []
+        assert not (tmp_path / "0").exists()
         return
     write_parts(str(tmp_path / "0"), [[member]], TakeOptions(fsync=False))
     assert len(reports[0].running) == 1

@@ -25,9 +25,8 @@ from torchstore_snapshot.errors import (
 )
 from torchstore_snapshot.format.hashes import Digest, digest_of
 from torchstore_snapshot.format.manifest import Entry, ObjectEntry, Piece
-from torchstore_snapshot.format.paths import claim_file
 from torchstore_snapshot.format.safetensors_files import Layout
-from torchstore_snapshot.series.claims import Claim
+from torchstore_snapshot.series.claims import Claim, withdraw
 from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.storage.opening import read_manifest
 from torchstore_snapshot.taking.merging import Part
@@ -160,14 +159,15 @@ class WrittenTake:
         """
         # Once rank 0 may know what this rank has written, only rank 0 decides.
         reported = self._committing and (self._join.rank > 0 or self._visible())
+        several = self._join.size > 1
         if self._files is not None and not undecided and not reported:
             self._files.abort()
         try:
             if self._claim is not None:
-                self._claim.release()
+                self._claim.release(keep_folder=several)
             elif self._begin is not None and self._begin.claimed:  # nobody renews it any more
-                self._storage.delete(claim_file(self._join.take))
-            if self._join.size > 1:
+                withdraw(self._storage, self._join.take, keep_folder=several)
+            if several:
                 report_failure(self._storage, self._join.take, self._join.rank, error)
         except (TorchStoreError, OSError):
             return False

@@ -219,7 +219,7 @@ class _Stage:
         self._meter.close()
         self._loop.call_soon_threadsafe(self._leave_store)
         if self._claim is not None:  # the writer does not have it
-            self._claim.release()
+            self._claim.release(keep_folder=self._agreed.ranks.size > 1)
         if self._writer is not None and self._job is not None:
             self._writer.forget(self._job)
             with contextlib.suppress(SnapshotWriterError):

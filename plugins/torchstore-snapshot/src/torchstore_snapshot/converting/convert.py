@@ -21,7 +21,7 @@ from torchstore_snapshot.format.manifest import Manifest, TensorEntry
 from torchstore_snapshot.format.paths import new_take_id
 from torchstore_snapshot.format.safetensors_files import FILE_MAX
 from torchstore_snapshot.restoring.files import Files
-from torchstore_snapshot.storage.local import LocalStorage
+from torchstore_snapshot.storage.local import LocalStorage, make_folders
 from torchstore_snapshot.storage.opening import is_remote, open_storage, read_manifest
 from torchstore_snapshot.storage.settings import using
 from torchstore_snapshot.taking.take import TakeOptions
@@ -203,13 +203,14 @@ def _at_once(destination: str, write: Callable[[str], None]) -> None:
             details={"path": destination},
         )
     parent, name = os.path.split(destination)
-    os.makedirs(parent, exist_ok=True)
+    made = make_folders(parent)
     folder = os.path.join(parent, f".{name}-{new_take_id()}.tmp")
     try:
         write(folder)
         os.rename(folder, destination)  # which may be an empty folder
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
+        LocalStorage(parent).remove_if_empty(len(made))
         raise
 
 

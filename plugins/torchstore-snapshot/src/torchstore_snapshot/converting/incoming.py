@@ -121,9 +121,8 @@ class Take(NamedTuple):
         options.check()
         storage = open_storage(destination)
         refuse_existing(storage, overwrite=options.overwrite)
-        storage.prepare(durable=options.fsync)
         take = new_take_id()
-        return Take(storage.url, take, options, Claim(storage, take))
+        return Take(storage.url, take, options, Claim.begin(storage, take, durable=options.fsync))
 
     def discard(self, files: Sequence[str]) -> None:
         """Remove files of a take that failed."""

@@ -31,7 +31,6 @@ from torchstore_snapshot.format.manifest import (
 )
 from torchstore_snapshot.format.paths import claim_file, new_take_id, take_of
 from torchstore_snapshot.series.claims import Claim, require
-from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.storage.settings import using
 from torchstore_snapshot.taking.collecting import Item
 from torchstore_snapshot.taking.planning import INLINE_MAX, Unit, plan_files
@@ -127,9 +126,8 @@ class SnapshotStorageWriter(AtPath, StorageWriter):
         self._rank = int(kwargs.get("rank") or 0)
         if is_coordinator:
             storage = self._storage()
-            storage.prepare(durable=self._options.fsync)
             refuse_existing(storage, overwrite=self._options.overwrite)
-            self._begin_claim(storage)
+            self._protect(Claim.begin(storage, self._take, durable=self._options.fsync))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Nothing has to be changed."""
@@ -145,10 +143,7 @@ class SnapshotStorageWriter(AtPath, StorageWriter):
         try:
             refuse_foreign_maps(self._storage(), maps_of(items))
         except BaseException:
-            if self._claim is not None and self._abandon is not None:
-                self._abandon.detach()
-                self._claim.release()  # nothing was written
-            self._claim = self._abandon = None
+            self._release()  # nothing was written
             raise
         return plans
 
@@ -185,7 +180,7 @@ class SnapshotStorageWriter(AtPath, StorageWriter):
         layouts = [(file.name, file.layout) for file in files]
         storage = self._storage()
         if files and self._claim is None:
-            self._begin_claim(storage)
+            self._protect(Claim(storage, self._take))
         opened = OpenFiles(
             storage, layouts, durable=self._options.fsync, threads=self._options.threads
         )
@@ -194,7 +189,7 @@ class SnapshotStorageWriter(AtPath, StorageWriter):
             digests = opened.close()
         except BaseException:
             opened.abort()
-            self._end_claim()
+            self._release()  # nothing of this rank's is left
             raise
         done += results_of(items, members, files, digests, self._rank)
         future: Future[list[WriteResult]] = Future()
@@ -251,17 +246,24 @@ class SnapshotStorageWriter(AtPath, StorageWriter):
                 key, name = self._place(item.index.fqn, plan.planner_data)
                 yield Item(key, name, b"", *whole(item), (piece,))
 
-    def _begin_claim(self, storage: Storage) -> None:
+    def _protect(self, claim: Claim) -> None:
         """Protect what this rank writes from garbage collections, until the save has ended or this
         object is gone.
         """
-        self._claim = Claim(storage, self._take)
-        self._abandon = weakref.finalize(self, self._claim.abandon)
+        self._claim = claim
+        self._abandon = weakref.finalize(self, claim.abandon)
 
     def _end_claim(self) -> None:
         """End the claim of the save before, unless that was committed."""
         if self._abandon is not None:
             self._abandon()
+        self._claim = self._abandon = None
+
+    def _release(self) -> None:
+        """Remove the claim: nothing has to be collected."""
+        if self._claim is not None and self._abandon is not None:
+            self._abandon.detach()
+            self._claim.release()
         self._claim = self._abandon = None
 
     def _place(self, name: str, places: Any) -> tuple[str, str]:

@@ -25,11 +25,14 @@ from torchstore_snapshot.format.paths import claim_file, new_take_id, take_of, t
 from torchstore_snapshot.storage.base import Storage
 
 __all__ = ["GRACE_S", "Claim", "Record", "alive", "claims_in", "decode", "require"]
+__all__ += ["withdraw"]
 
 #: Seconds without a sign of life after which a take on another host counts as dead.
 GRACE_S = 900.0
 _RENEWED_S = 60.0
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+# How often a folder is made that others, whose take has failed, remove.
+_TRIES = 10
 
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -47,6 +50,8 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
         retires: this is no take, but a program that is about to make the snapshot of that take
             invisible; see :mod:`.retiring`.
         commits: the take is about to replace what is there, and others wait for it.
+        made: how many folders the take has made: its own, and those above it. They are removed with
+            the claim unless there is something in them.
     """
 
     take: str
@@ -58,6 +63,7 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     after: int = 0
     retires: str = ""
     commits: bool = False
+    made: int = 0
 
 
 _records = msgspec.json.Decoder(Record)
@@ -141,6 +147,25 @@ def claims_in(storage: Storage, grace: float = GRACE_S) -> list[tuple[Record, bo
     return found
 
 
+def withdraw(storage: Storage, take: str, *, keep_folder: bool) -> None:
+    """Remove the claim of a take of another process that has ended, or has handed it over; as
+    :meth:`Claim.release`.
+
+    Raises:
+        OSError: the storage failed.
+    """
+    record: Record | None = None
+    with contextlib.suppress(FileNotFoundError):
+        record = decode(storage.read(claim_file(take)))
+    _remove(storage, take, record.made if record is not None and not keep_folder else 0)
+
+
+def _remove(storage: Storage, take: str, made: int) -> None:
+    storage.delete(claim_file(take))
+    if made:
+        storage.remove_if_empty(made)
+
+
 class Claim:
     """The claim of a take of this process. It renews itself until it is stopped.
 
@@ -148,18 +173,24 @@ class Claim:
         storage: where the snapshot is taken.
         take: the id of the take.
         reading: the take is about to read the manifest of another snapshot, to refer to its files.
-        retires: as for :class:`Record`.
+        retires, made: as for :class:`Record`.
 
     Raises:
         OSError: it cannot be published.
     """
 
     def __init__(
-        self, storage: Storage, take: str, *, reading: bool = False, retires: str = ""
+        self,
+        storage: Storage,
+        take: str,
+        *,
+        reading: bool = False,
+        retires: str = "",
+        made: int = 0,
     ) -> None:
         self._storage = storage
         own = _own(take, None if reading else ())
-        self._record = msgspec.structs.replace(own, retires=retires)
+        self._record = msgspec.structs.replace(own, retires=retires, made=made)
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         try:
@@ -173,6 +204,29 @@ class Claim:
         self._start()
 
     @classmethod
+    def begin(cls, storage: Storage, take: str, *, durable: bool, reading: bool = False) -> Claim:
+        """Make the folder of a take, and the claim in it.
+
+        Args:
+            durable: as for :meth:`.Storage.prepare`.
+
+        Raises:
+            NotAtomicError: no snapshot can be taken there.
+            OSError: the storage failed. What was made is gone again.
+        """
+        made = tries = 0
+        while True:
+            try:
+                made = max(made, storage.prepare(durable=durable))
+                return cls(storage, take, reading=reading, made=made)
+            except BaseException as error:
+                tries += 1
+                if not isinstance(error, FileNotFoundError) or tries == _TRIES:
+                    storage.remove_if_empty(made)
+                    raise
+                # A garbage collection, or a take that failed, has removed the empty folder.
+
+    @classmethod
     def adopt(cls, storage: Storage, take: str) -> Claim:
         """Take over the claim of a take that another process has begun, and this one goes on with.
 
@@ -184,7 +238,9 @@ class Claim:
         claim._stopped, claim._lock = threading.Event(), threading.Lock()
         claim._record = _own(take, ())
         found = claim._found()
-        claim._record = msgspec.structs.replace(_own(take, found.files), after=found.after)
+        claim._record = msgspec.structs.replace(
+            _own(take, found.files), after=found.after, made=found.made
+        )
         try:
             claim._publish()
         except BaseException:
@@ -235,11 +291,21 @@ class Claim:
         self.stop()
         self._found()
 
-    def release(self) -> None:
-        """Remove the claim. Never raises: while its process is alive, a claim protects too much."""
+    @property
+    def made(self) -> int:
+        """How many folders the take has made."""
+        return self._record.made
+
+    def release(self, *, keep_folder: bool = False) -> None:
+        """Remove the claim, and the folders that the take has made if there is nothing in them.
+        Never raises: while its process is alive, a claim protects too much.
+
+        Args:
+            keep_folder: others will write something there.
+        """
         self.stop()
         with contextlib.suppress(OSError, TorchStoreError):
-            self._storage.delete(claim_file(self._record.take))
+            _remove(self._storage, self._record.take, 0 if keep_folder else self._record.made)
 
     def abandon(self) -> None:
         """Say that the take has failed, so that a garbage collection may remove its files at once;

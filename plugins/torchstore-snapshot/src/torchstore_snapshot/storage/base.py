@@ -137,15 +137,15 @@ class Storage(Protocol):
         crash, see either the one before or the new one.
         """
 
-    def prepare(self, *, durable: bool) -> None:
-        """Make the folder if there is none.
+    def prepare(self, *, durable: bool) -> int:
+        """Make the folder if there is none; return how many had to be made, with those above it.
 
         Args:
             durable: the folders above it that had to be made would survive a power failure when
                 this returns. The folder itself does when something in it was published, or flushed.
 
         Raises:
-            NotAtomicError: :meth:`publish` could not work here.
+            NotAtomicError: :meth:`publish` could not work here. No folder was made.
         """
 
     def create(self, name: str, nbytes: int) -> Writer:
@@ -200,5 +200,10 @@ class Storage(Protocol):
     def siblings(self) -> Sequence[str]:
         """Return the names of the folders beside this one, and its own if it exists."""
 
-    def remove_if_empty(self) -> None:
-        """Remove the folder if there is nothing in it, and if the storage has empty folders."""
+    def remove_if_empty(self, folders: int = 1) -> None:
+        """Remove the folder if there is nothing in it, and if the storage has empty folders.
+
+        Args:
+            folders: how many are removed, the folder and those above it, up to the first one in
+                which there is something.
+        """

@@ -16,7 +16,7 @@ from torchstore_snapshot.storage.base import FileInfo, Mapping
 from torchstore_snapshot.storage.descriptors import OpenForReading
 from torchstore_snapshot.storage.mapping import map_file
 
-__all__ = ["LocalReader", "LocalStorage", "LocalWriter"]
+__all__ = ["LocalReader", "LocalStorage", "LocalWriter", "make_folders"]
 
 # What file systems and kernels answer that do not know a call, or a flag of it.
 _UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY}
@@ -127,17 +127,17 @@ class LocalStorage:
     def replaces(self) -> bool:
         return True
 
-    def prepare(self, *, durable: bool) -> None:
-        made: list[str] = []
-        above = self._path
-        while not os.path.isdir(above):
-            made.append(above)
-            above = os.path.dirname(above)
-        os.makedirs(self._path, exist_ok=True)
-        if durable:  # publish() flushes the entry of the folder itself
-            for folder in made[1:]:
-                _flush(os.path.dirname(folder))
-        self._try_publishing()
+    def prepare(self, *, durable: bool) -> int:
+        made = make_folders(self._path)
+        try:
+            if durable:  # publish() flushes the entry of the folder itself
+                for folder in made[1:]:
+                    _flush(os.path.dirname(folder))
+            self._try_publishing()
+        except BaseException:
+            self.remove_if_empty(len(made))
+            raise
+        return len(made)
 
     def _try_publishing(self) -> None:
         """Find out before anything is written whether a file can be renamed unless its new name is
@@ -224,12 +224,33 @@ class LocalStorage:
             return [name for name in folders if name not in _NO_SNAPSHOTS]
         return []
 
-    def remove_if_empty(self) -> None:
+    def remove_if_empty(self, folders: int = 1) -> None:
+        path = self._path
         with contextlib.suppress(OSError):
-            os.rmdir(self._path)
+            for _ in range(folders):
+                with contextlib.suppress(FileNotFoundError):
+                    os.rmdir(path)
+                path = os.path.dirname(path)
 
     def _in(self, name: str) -> str:
         return os.path.join(self._path, name)
+
+
+def make_folders(path: str) -> list[str]:
+    """Make a folder, and those above it; return the paths of those that had to be made, its own
+    first.
+    """
+    made: list[str] = []
+    above = path
+    while not os.path.isdir(above):
+        made.append(above)
+        above = os.path.dirname(above)
+    try:
+        os.makedirs(path, exist_ok=True)
+    except BaseException:
+        LocalStorage(path).remove_if_empty(len(made))
+        raise
+    return made
 
 
 def _flush(path: str) -> None:

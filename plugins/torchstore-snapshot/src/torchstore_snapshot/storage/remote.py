@@ -185,11 +185,14 @@ class RemoteStorage:
     def replaces(self) -> bool:
         return bool(self._protocols & (_WITHOUT_FOLDERS | _RENAMES_OVER))
 
-    def prepare(self, *, durable: bool) -> None:
+    def prepare(self, *, durable: bool) -> int:
         del durable  # the file system decides when it acknowledges
-        if not self._protocols & _WITHOUT_FOLDERS:
-            with naming(self._url):
-                self._fs.makedirs(self._root, exist_ok=True)
+        if self._protocols & _WITHOUT_FOLDERS:
+            return 0
+        with naming(self._url):
+            made = not self._fs.isdir(self._root)
+            self._fs.makedirs(self._root, exist_ok=True)
+            return int(made)
 
     def create(self, name: str, nbytes: int) -> Writer:
         if self._protocols & _S3:
@@ -259,8 +262,8 @@ class RemoteStorage:
         folders = self._entries(self._root.rpartition("/")[0])
         return [_last(entry["name"]) for entry in folders if entry["type"] == "directory"]
 
-    def remove_if_empty(self) -> None:
-        if not self._protocols & _WITHOUT_FOLDERS:
+    def remove_if_empty(self, folders: int = 1) -> None:
+        if folders and not self._protocols & _WITHOUT_FOLDERS:
             with contextlib.suppress(OSError, NotImplementedError):
                 self._fs.rmdir(self._root)
 

@@ -77,6 +77,7 @@ class Prepared(NamedTuple):
         files: what this rank writes.
         reused: what it refers to instead.
         claim: on rank 0, what says that the take is running.
+        made: how many folders the take has made.
     """
 
     take: str
@@ -88,6 +89,7 @@ class Prepared(NamedTuple):
     options: TakeOptions
     reused: list[Reused] = []  # noqa: RUF012 - of a NamedTuple, and never changed
     claim: Claim | None = None
+    made: int = 0
 
     @property
     def storage(self) -> Storage:
@@ -96,7 +98,8 @@ class Prepared(NamedTuple):
 
 class _Proposal(msgspec.Struct, array_like=True):
     """What a rank tells the others: where rank 0 takes the snapshot, what it could write, the URL
-    and the take of the base, and the keys and names of entries with slashes in them.
+    and the take of the base, the keys and names of entries with slashes in them, and how many
+    folders rank 0 has made.
     """
 
     url: str
@@ -105,6 +108,7 @@ class _Proposal(msgspec.Struct, array_like=True):
     alone: int
     base: tuple[str, str] | None = None
     named: list[tuple[str, str]] = []
+    made: int = 0
 
 
 class Agreed(NamedTuple):
@@ -167,7 +171,9 @@ def agree(
         held, alone = holdings(items) if ranks.size > 1 else ([], 0)
         proposal = _Proposal(storage.url, new_take_id(), held, alone, named=with_slashes(items))
         if ranks.rank == 0:
-            claim = _claim(storage, proposal.take, options)
+            reading = options.base is not None
+            claim = Claim.begin(storage, proposal.take, durable=options.fsync, reading=reading)
+            proposal.made = claim.made
             base = _read_base(storage, claim, options)
             if base is not None:
                 proposal.base = base[0].url, base[1].take
@@ -199,7 +205,16 @@ def plan(agreed: Agreed) -> Prepared:
     units, reused = _reuse(items, units, first, agreed.base)
     files = plan_files(items, units, first.take, ranks.rank, options.file_max)
     return Prepared(
-        first.take, first.url, ranks, agreed.keys, items, files, options, reused, agreed.claim
+        first.take,
+        first.url,
+        ranks,
+        agreed.keys,
+        items,
+        files,
+        options,
+        reused,
+        agreed.claim,
+        first.made,
     )
 
 
@@ -218,17 +233,6 @@ def prepare(
         if agreed.claim is not None:
             agreed.claim.release()
         raise
-
-
-def _claim(storage: Storage, take: str, options: TakeOptions) -> Claim:
-    """Make the folder, and the claim of a take in it."""
-    reading = options.base is not None
-    try:
-        storage.prepare(durable=options.fsync)
-        return Claim(storage, take, reading=reading)
-    except FileNotFoundError:  # a garbage collection has removed the folder, which was still empty
-        storage.prepare(durable=options.fsync)
-        return Claim(storage, take, reading=reading)
 
 
 def _read_base(

@@ -103,6 +103,8 @@ def discard(prepared: Prepared) -> None:
     try:
         for file in prepared.files:
             storage.delete(file.name)
+        if prepared.made:  # the rank that is the last one removes it
+            storage.remove_if_empty(prepared.made)
     except OSError:
         pass  # what remains is invisible, and gc collects it
     if prepared.claim is not None:
@@ -199,9 +201,8 @@ def take_values(
         key: msgspec.structs.replace(known, shared=key in sharing) for key, known in store.items()
     }
     refuse_foreign_maps(storage, maps_of(item for item in items if item.key not in sharing))
-    storage.prepare(durable=options.fsync)
     prepared = Prepared(name, storage.url, alone, sorted(states), items, files, options)
-    claim = Claim(storage, name)
+    claim = Claim.begin(storage, name, durable=options.fsync)
     try:
         part = write(prepared, fetch)
         try:
