@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support import running_store
+from tests.unit.plugins.test_plugins import TRANSPORT, Site
 
 import torchstore_core as ts
+from torchstore_core.plugins.installed import installed
 
 ROOT = Path(__file__).parents[2]
 SOURCES = {
@@ -182,6 +184,30 @@ async def test_the_server_process_never_imports_what_is_forbidden(monkeypatch, c
     imported = set(re.findall(r"^import '([\w.]+)' #", capfd.readouterr().err, re.MULTILINE))
     assert {"torchstore_core.server.server", "torchstore_transports.shm.server"} <= imported
     assert not [name for name in sorted(imported) if FORBIDDEN.fullmatch(name)]
+
+
+async def test_a_server_does_not_look_for_plug_ins_that_it_was_told_of(monkeypatch, capfd):
+    """Looking takes modules of 1.5 MB. What is blocked would ask for versions."""
+    monkeypatch.setenv("PYTHONVERBOSE", "1")
+    async with running_store(block=("rdma", "gloo", "torchcomms", "torchcomms-rdma")) as client:
+        monkeypatch.delenv("PYTHONVERBOSE")
+        await _live(client)
+        status = await client.status()
+    assert "shm" in [name for volume in status.volumes for name in volume.transports]
+    imported = set(re.findall(r"^import '([\w.]+)' #", capfd.readouterr().err, re.MULTILINE))
+    assert "torchstore_core.plugins.installed" in imported
+    assert "importlib.metadata" not in imported
+
+
+async def test_a_server_is_not_told_of_plug_ins_in_the_folder_of_the_program(tmp_path, monkeypatch):
+    """It could not import them, and would report that as an error."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Site(tmp_path).install("near-the-program", "torchstore.transports", near=TRANSPORT)
+    assert "near" in [plugin.name for plugin in installed()]
+    async with running_store() as client:
+        status = await client.status()
+        assert not [error for error in status.plugin_errors if "near" in error]
+        assert "shm" in [name for volume in status.volumes for name in volume.transports]
 
 
 async def test_an_empty_server_is_small(store, runtime):

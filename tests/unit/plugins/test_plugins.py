@@ -22,8 +22,9 @@ from torchstore_core.contracts.observer import Operation
 from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.contracts.transport import TransportSpec
 from torchstore_core.errors import ConfigurationError, PluginError
+from torchstore_core.plugins.installed import GROUPS
 from torchstore_core.plugins.ranking import Policy
-from torchstore_core.plugins.registry import GROUPS, Registry, load_class
+from torchstore_core.plugins.registry import Registry, load_class
 
 TRANSPORTS, STRATEGIES, RUNTIMES, OBSERVERS = GROUPS
 

@@ -11,8 +11,9 @@ from torchstore_cli import reports
 from torchstore_cli.connection import open_store
 from torchstore_cli.doctor.plugin_check import check_plugins
 from torchstore_core.machine import topology
+from torchstore_core.plugins.installed import OBSERVERS
 from torchstore_core.plugins.ranking import Policy
-from torchstore_core.plugins.registry import OBSERVERS, Registry
+from torchstore_core.plugins.registry import Registry
 from torchstore_core.wire import messages as m
 
 __all__ = ["ask_key", "ask_keys", "ask_refs", "ask_status", "remove"]

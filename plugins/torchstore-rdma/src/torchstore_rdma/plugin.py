@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
 from importlib.util import find_spec
 
 import msgspec
@@ -51,6 +50,9 @@ def version() -> str:
     Raises:
         importlib.metadata.PackageNotFoundError: it is not installed.
     """
+    # Not at the top: a server that does not come here saves 1.5 MB of modules.
+    from importlib import metadata
+
     return metadata.version(LIBRARY[1])
 
 

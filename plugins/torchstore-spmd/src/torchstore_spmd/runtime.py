@@ -17,7 +17,8 @@ from torchstore_core.contracts.ranks import RankRuntime, SPMDEnv
 from torchstore_core.contracts.runtime import StoreOptions
 from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.errors import ConfigurationError, PluginError, TorchStoreError
-from torchstore_core.plugins.registry import RUNTIMES, Registry, load_class
+from torchstore_core.plugins.installed import RUNTIMES
+from torchstore_core.plugins.registry import Registry, load_class
 from torchstore_core.plugins.strategy_data import encode_strategy
 from torchstore_spmd import one_host
 from torchstore_spmd.member import Member

@@ -1,22 +1,16 @@
-"""Finds plug-ins through entry points, and loads them by name; a broken one harms no other.
+"""Loads installed plug-ins by name; a broken one harms no other.
 
-Built-in plug-ins are found in the same way. The error of a plug-in that fails to load is recorded,
-and raised only when the plug-in is asked for by name. If two distributions claim one name, the
-error names both.
+The error of a plug-in that fails to load is recorded, and raised only when the plug-in is asked for
+by name. If two distributions claim one name, the error names both.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import logging
-import os
 import re
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib import metadata
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
@@ -25,27 +19,20 @@ from torchstore_core.contracts.runtime import RuntimeSpec
 from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.contracts.transport import TransportSpec
 from torchstore_core.errors import ConfigurationError, PluginError
-from torchstore_core.machine.sockets.unix import check_descriptors
+from torchstore_core.plugins.installed import (
+    GROUPS,
+    OBSERVERS,
+    RUNTIMES,
+    InstalledPlugin,
+    installed,
+)
 
-__all__ = ["GROUPS", "OBSERVERS", "RUNTIMES", "Registry", "load_class"]
+if TYPE_CHECKING:
+    from importlib import metadata
 
-log = logging.getLogger(__name__)
+__all__ = ["Registry", "load_class"]
 
 _PACKAGE_PART = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*\Z")
-_ENTRY_POINTS = "entry_points.txt"
-_NAME = re.compile(r"^name:\s*(\S+)", re.IGNORECASE | re.MULTILINE)
-
-#: Entry-point group of the observers, which are told of operations.
-OBSERVERS = "torchstore.plugins"
-#: Entry-point group of the runtimes.
-RUNTIMES = "torchstore.runtimes"
-#: Entry-point group of each kind of plug-in, and the hook that its modules implement.
-GROUPS = {
-    "torchstore.transports": "torchstore_transport",
-    "torchstore.strategies": "torchstore_strategy",
-    RUNTIMES: "torchstore_runtime",
-    OBSERVERS: "torchstore_operation",
-}
 
 _PACKAGES = {
     ("torchstore.transports", "shm"): "torchstore-transports",
@@ -55,12 +42,6 @@ _PACKAGES = {
         for name in ("singleton", "local-rank", "host", "hash", "spread", "replicated")
     },
 }
-
-
-# The entry points that were found last, and when each folder of the path had last been changed.
-_remembered: tuple[dict[str, int], list[metadata.EntryPoint]] | None = None
-# A folder that was changed less long ago may be changed again and keep its time stamp.
-_SETTLED_NS = 1_000_000_000
 
 
 def load_class(path: str) -> Any:
@@ -76,77 +57,6 @@ def load_class(path: str) -> Any:
         raise
     except BaseException as error:  # a module that exits or panics is as broken as one that raises
         raise PluginError(f"cannot import {path!r}: {error!r}") from error
-
-
-def _distribution(entry: metadata.EntryPoint) -> str:
-    return _name_of(entry.dist) if entry.dist is not None else "an unknown distribution"
-
-
-def _installed() -> list[metadata.EntryPoint]:
-    """Return the installed entry points of all groups, which are looked up again when a folder of
-    the path has changed.
-
-    Raises:
-        TransportNotReadyError: this process has no file descriptor left to look for any.
-    """
-    global _remembered
-    check_descriptors("the list of installed plug-ins")
-    now = time.time_ns()
-    changed = {path: _changed(path) for path in sys.path}
-    remembered = _remembered
-    if remembered is not None and remembered[0] == changed:
-        return remembered[1]
-    found = list(_search())
-    settled = now - max(changed.values(), default=0) > _SETTLED_NS
-    _remembered = (changed, found) if settled else None
-    return found
-
-
-def _changed(path: str) -> int:
-    """Return when a folder was last changed; 0 if there is none."""
-    try:
-        return os.stat(path or ".").st_mtime_ns
-    except OSError:
-        return 0
-
-
-def _search() -> Iterator[metadata.EntryPoint]:
-    """Yield the installed entry points of all groups. If a distribution is on the path twice, the
-    first one counts, as it does for import.
-    """
-    seen: set[str] = set()
-    for distribution in metadata.distributions():
-        try:
-            text = distribution.read_text(_ENTRY_POINTS) or ""
-            if not any(group in text for group in GROUPS):
-                continue
-            name = _name_of(distribution).lower().replace("_", "-")
-            entries = distribution.entry_points
-            first = _find(name)
-            is_first = first is None or first.read_text(_ENTRY_POINTS) == text
-        except Exception:
-            log.warning("unreadable metadata of an installed package", exc_info=True)
-            continue
-        if is_first and name not in seen:
-            seen.add(name)
-            yield from (entry for entry in entries if entry.group in GROUPS)
-
-
-def _find(name: str) -> metadata.Distribution | None:
-    """The distribution that counts; None if its folder is named so that a search by name does not
-    find it, as tools wrote them before there was a rule.
-    """
-    try:
-        return metadata.distribution(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _name_of(distribution: metadata.Distribution) -> str:
-    """Return the name. Parsing all metadata would take five times as long as everything else."""
-    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
-    found = _NAME.search(text)
-    return found[1] if found is not None else str(distribution.metadata["Name"] or "")
 
 
 def _near(unknown: Sequence[str], known: Iterable[str]) -> str:
@@ -167,15 +77,11 @@ def _kind(group: str) -> str:
     return GROUPS[group].removeprefix("torchstore_").replace("operation", "plug-in")
 
 
-def _identity(entry: metadata.EntryPoint) -> tuple[str, str]:
-    return entry.value, _distribution(entry)
-
-
 class Registry:
     """The plug-ins that a process can use.
 
     Args:
-        entry_points: the entry points to choose from; default: all installed ones.
+        entry_points: the plug-ins to choose from; default: all installed ones.
         block: names of plug-ins that must not even be imported.
 
     >>> Registry(entry_points=[]).names("torchstore.transports")
@@ -184,19 +90,20 @@ class Registry:
 
     def __init__(
         self,
-        entry_points: Iterable[metadata.EntryPoint] | None = None,
+        entry_points: Iterable[InstalledPlugin | metadata.EntryPoint] | None = None,
         *,
         block: Sequence[str] = (),
     ) -> None:
         self.block = frozenset(block)
-        self._entries: dict[str, dict[str, list[metadata.EntryPoint]]] = {g: {} for g in GROUPS}
-        for entry in _installed() if entry_points is None else entry_points:
-            named = self._entries.get(entry.group)
+        self._entries: dict[str, dict[str, list[InstalledPlugin]]] = {g: {} for g in GROUPS}
+        for found in installed() if entry_points is None else entry_points:
+            named = self._entries.get(found.group)
             if named is None:
                 continue
+            entry = found if isinstance(found, InstalledPlugin) else InstalledPlugin.of(found)
             same = named.setdefault(entry.name, [])
             # One distribution found twice (editable and built metadata) is no conflict.
-            if all(_identity(entry) != _identity(other) for other in same):
+            if all(entry.identity != other.identity for other in same):
                 same.append(entry)
         self._manager = pluggy.PluginManager(hooks.PROJECT)
         self._manager.add_hookspecs(hooks.HookSpecs)
@@ -252,7 +159,7 @@ class Registry:
 
     def source(self, group: str, name: str) -> str:
         """Return the distribution (or distributions) that provide a name."""
-        return ", ".join(sorted(_distribution(e) for e in self._entries[group].get(name, [])))
+        return ", ".join(sorted(e.distribution for e in self._entries[group].get(name, [])))
 
     def load(self, group: str, name: str) -> Any:
         """Return the result of the plug-in's hook (for observers: the plug-in itself), cached.
@@ -286,12 +193,12 @@ class Registry:
             hint = f"pip install {package}" if package else hint
             raise PluginError(f"no {kind} is called {name!r} (installed: {known}); {hint}")
         if len(entries) > 1:
-            who = " and ".join(sorted(_distribution(e) for e in entries))
+            who = " and ".join(sorted(e.distribution for e in entries))
             raise PluginError(
                 f"{kind} {name!r} is claimed by {who}; uninstall one of them or block the name"
             )
         entry = entries[0]
-        origin = f"{kind} {name!r} (from {_distribution(entry)})"
+        origin = f"{kind} {name!r} (from {entry.distribution})"
         try:
             plugin = entry.load()
         except KeyboardInterrupt:

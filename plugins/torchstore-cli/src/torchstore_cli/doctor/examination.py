@@ -28,8 +28,9 @@ from torchstore_core.machine import copying, topology
 from torchstore_core.machine.directories import runtime_directory
 from torchstore_core.machine.numa import probe_numa
 from torchstore_core.machine.virtual_memory import map_shared, populate_write, unmap
+from torchstore_core.plugins.installed import GROUPS
 from torchstore_core.plugins.ranking import Policy, rank
-from torchstore_core.plugins.registry import GROUPS, Registry
+from torchstore_core.plugins.registry import Registry
 from torchstore_core.server.memory.segment import open_memory
 from torchstore_core.server.memory.volume import default_capacity
 from torchstore_core.server.server import ServerOptions

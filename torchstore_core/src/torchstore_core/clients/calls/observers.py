@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from torchstore_core.contracts.observer import Operation
 from torchstore_core.errors import PluginError
-from torchstore_core.plugins.registry import OBSERVERS, Registry
+from torchstore_core.plugins.installed import OBSERVERS
+from torchstore_core.plugins.registry import Registry
 
 __all__ = ["errors", "watch"]
 

@@ -11,7 +11,8 @@ from torchstore_core.clients.stores import ancestors
 from torchstore_core.clients.stores.environment import inherited_address
 from torchstore_core.contracts.runtime import RuntimeSpec
 from torchstore_core.errors import StoreClosedError, StoreTimeoutError
-from torchstore_core.plugins.registry import RUNTIMES, Registry, load_class
+from torchstore_core.plugins.installed import RUNTIMES
+from torchstore_core.plugins.registry import Registry, load_class
 
 __all__ = ["address_of", "end_in_job", "find_by", "missing_engine", "runtime_here"]
 

@@ -15,8 +15,9 @@ from torchstore_core.contracts.ranks import RankRuntime, SPMDEnv
 from torchstore_core.contracts.runtime import Runtime, StoreOptions
 from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.errors import ConfigurationError, PluginError, StoreClosedError
+from torchstore_core.plugins.installed import RUNTIMES
 from torchstore_core.plugins.ranking import Policy
-from torchstore_core.plugins.registry import RUNTIMES, Registry, load_class
+from torchstore_core.plugins.registry import Registry, load_class
 from torchstore_core.plugins.strategy_data import check_transport
 
 __all__ = [

@@ -14,13 +14,13 @@ import os
 import socket
 import sys
 import threading
-from importlib.metadata import EntryPoint
 
 import msgspec
 
 from torchstore_core.contracts.transport import Segment, TransportSpec
 from torchstore_core.errors import ProtocolError, TorchStoreError, TransportError
 from torchstore_core.machine.topology import Topology
+from torchstore_core.plugins.installed import InstalledPlugin
 from torchstore_core.plugins.registry import Registry, load_class
 from torchstore_core.server.memory.segment import open_memory
 from torchstore_core.server.memory.volume import Volume
@@ -61,7 +61,7 @@ class Plugin(msgspec.Struct, frozen=True):
 
     def registry(self) -> Registry:
         """Return a registry that contains only this transport."""
-        return Registry([EntryPoint(self.name, self.value, "torchstore.transports")])
+        return Registry([InstalledPlugin("torchstore.transports", self.name, self.value)])
 
     def spec(self) -> TransportSpec:
         """Return the spec that the hook returns.
