@@ -327,26 +327,32 @@ async def test_values_of_every_kind_on_bad_networks(cables: Cables, tmp_path: Pa
 
 
 @_TCP
-@pytest.mark.parametrize("what", ["put", "get", pytest.param("tree", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "what", ["put", "late put", "get", pytest.param("tree", marks=pytest.mark.soak)]
+)
 async def test_all_cables_are_pulled_for_5_s_in_the_middle(stored: Cables, what: str) -> None:
-    """Nobody reaches anybody meanwhile."""
+    """Nobody reaches anybody meanwhile. A late put has less time than that, and fails."""
     nbytes = 50 * MB
     assert await stored.job.at(1, _write, 1, nbytes, 30.0) == "done"
     stored.slow()
     try:
         before = stored.carried()
-        act, seed = {"put": (_write, 2), "get": (_read, 1), "tree": (_write_tree, 2)}[what]
-        moving = asyncio.ensure_future(stored.job.at(1, act, seed, nbytes, 40.0))
+        act, seed = {"get": (_read, 1), "tree": (_write_tree, 2)}.get(what, (_write, 2))
+        timeout = 4.0 if what == "late put" else 40.0
+        moving = asyncio.ensure_future(stored.job.at(1, act, seed, nbytes, timeout))
         await until(lambda: stored.carried() - before > 5 * MB or moving.done(), 20)
         assert not moving.done()
         stored.pull("eth0", "eth1")
         await asyncio.sleep(5)  # so long the cables are out
-        assert not moving.done()
+        assert what == "late put" or not moving.done()
         stored.plug("eth0", "eth1")
         said = await moving
     finally:
         stored.fast()
     assert said.partition(":")[0] in ("done", "failed"), said
+    if what == "late put":
+        assert said != "done"
+        assert any([await stored.job.at(0, _is, whole, nbytes) for whole in (1, 2)])
 
     async def works() -> bool:
         return await stored.job.at(1, _write, 3, nbytes, 10.0) == "done"
