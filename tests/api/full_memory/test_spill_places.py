@@ -172,6 +172,18 @@ async def test_room_that_was_freed_on_a_full_disk_is_used_at_once(runtime, tmp_p
         assert torch.equal(await ts.get("new"), value(50))
 
 
+async def test_a_full_disk_is_read_at_once_while_the_value_before_is_held(runtime, tmp_path):
+    """As in a loop, whose variable has that value. Each has to change places with one in memory."""
+    async with running_store(
+        runtime, capacity=16 * MB, spill=tmp_path, spill_capacity=20 * MB, when_full="spillable"
+    ):
+        count, error = await fill()
+        assert "its capacity of 20.0 MiB is used up" in str(error)
+        for at in range(count):
+            got = await ts.get(f"k{at}", timeout=3)
+            assert torch.equal(got, value(at))
+
+
 async def test_what_was_damaged_is_lost_alone(runtime, tmp_path):
     async with running_store(runtime, capacity=16 * MB, spill=tmp_path, when_full="spillable"):
         await ts.put_batch({"bad": value(0), "good": value(1)})

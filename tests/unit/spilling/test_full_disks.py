@@ -106,6 +106,33 @@ def test_a_gap_that_was_found_does_not_mean_that_the_disk_takes_more(
     mover.close()
 
 
+def test_a_disk_that_is_full_again_and_again_is_logged_once(
+    segment: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each get from a full disk may find it full, and then have room again."""
+    ended: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+    mover = Mover(SpillFile(str(tmp_path), _MB), [], [segment], ended.put)
+    values = Residency()
+    mover.begin(values, lambda is_progress: None, lambda tracked: None)
+    meta = TensorMeta("uint8", (_MB,))
+    for at in range(3):
+        value = Value(f"k{at}", meta, _MB, 0, None, at * _MB, _FACTS, uses=1)
+        values.add(value, value.key, State.DIRTY)
+        if at:
+            mover.write(_MB)
+            assert "is used up" in mover.trouble
+            mover.forget(clean)
+        mover.write(_MB)
+        ended.get(timeout=30)()
+        assert not mover.trouble
+        clean = values.remove(values.oldest(State.CLEAN, _MB)[0].value)
+        assert clean is not None
+    assert [one.message for one in caplog.records] == [
+        f"cannot spill to {tmp_path}: its capacity of 1.0 MiB is used up (see spill_capacity=)"
+    ]
+    mover.close()
+
+
 class _Failing(SpillFile):
     """A file for which there is no memory, as long as that is so."""
 

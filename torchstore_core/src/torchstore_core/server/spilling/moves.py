@@ -40,6 +40,8 @@ _MOST_TOGETHER, _TOGETHER = 512, 4 << 20
 _MOST_AT_ONCE = 4 * _MOST_TOGETHER
 # After the disk has refused a write, none is tried for so many seconds.
 _PAUSE_S = 1.0
+# The same trouble is logged again after so many seconds.
+_SILENCE_S = 60.0
 
 _Written = tuple[Tracked, list[int], Exception | None]
 
@@ -77,6 +79,7 @@ class Mover:
         self._is_full = False  # which is why it pauses
         self.trouble = ""
         self._troubles = 0
+        self._logged: dict[str, float] = {}  # when each trouble was, the last time
         self.written_bytes = self.read_bytes = 0
 
     def begin(
@@ -126,9 +129,11 @@ class Mover:
             self._writers.hurry()
 
     def _write(self, nbytes: int, at_any_price: bool) -> None:
-        if moments.monotonic() < self._paused_until:
-            return
         values = self._values
+        if moments.monotonic() < self._paused_until:
+            # A copy that a get has left in the full file can be given up at once for another value.
+            if not (at_any_price and self._is_full and values.copied):
+                return
         wanted = nbytes - values.bytes_of[State.WRITING]
         if wanted <= 0:  # what is under way is enough
             return
@@ -251,11 +256,13 @@ class Mover:
         self._moved(any(tracked.gone or error is None for tracked, _, error in done))
 
     def _pause(self, why: str) -> None:
-        if why != self.trouble:
+        now = moments.monotonic()
+        if why != self.trouble and now - self._logged.get(why, -_SILENCE_S) >= _SILENCE_S:
+            self._logged[why] = now
             log.warning("cannot spill to %s: %s", self.file.directory, why)
         self.trouble, self._is_full = why, False
         self._troubles += 1
-        self._paused_until = moments.monotonic() + _PAUSE_S
+        self._paused_until = now + _PAUSE_S
 
     # ---- from disk ------------------------------------------------------------------------
 
