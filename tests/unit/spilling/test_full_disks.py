@@ -63,6 +63,7 @@ def test_whoever_waits_has_no_more_written_than_is_needed(segment: int, tmp_path
     values = Residency()
     mover.begin(values, lambda is_progress: None, lambda tracked: None)
     meta = TensorMeta("uint8", (_MB,))
+    clean = None
     for at in range(3):
         value = Value(f"k{at}", meta, _MB, 0, None, at * _MB, _FACTS, uses=1)
         values.add(value, value.key, State.DIRTY)
@@ -115,10 +116,11 @@ def test_a_disk_that_is_full_again_and_again_is_logged_once(
     values = Residency()
     mover.begin(values, lambda is_progress: None, lambda tracked: None)
     meta = TensorMeta("uint8", (_MB,))
+    clean = None
     for at in range(3):
         value = Value(f"k{at}", meta, _MB, 0, None, at * _MB, _FACTS, uses=1)
         values.add(value, value.key, State.DIRTY)
-        if at:
+        if clean is not None:
             mover.write(_MB)
             assert "is used up" in mover.trouble
             mover.forget(clean)

@@ -130,10 +130,10 @@ class Mover:
 
     def _write(self, nbytes: int, at_any_price: bool) -> None:
         values = self._values
-        if moments.monotonic() < self._paused_until:
-            # A copy that a get has left in the full file can be given up at once for another value.
-            if not (at_any_price and self._is_full and values.copied):
-                return
+        # A copy that a get has left in the full file can be given up at once for another value.
+        at_once = at_any_price and self._is_full and values.copied
+        if moments.monotonic() < self._paused_until and not at_once:
+            return
         wanted = nbytes - values.bytes_of[State.WRITING]
         if wanted <= 0:  # what is under way is enough
             return
