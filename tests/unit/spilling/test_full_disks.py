@@ -63,7 +63,6 @@ def test_whoever_waits_has_no_more_written_than_is_needed(segment: int, tmp_path
     values = Residency()
     mover.begin(values, lambda is_progress: None, lambda tracked: None)
     meta = TensorMeta("uint8", (_MB,))
-    clean = None
     for at in range(3):
         value = Value(f"k{at}", meta, _MB, 0, None, at * _MB, _FACTS, uses=1)
         values.add(value, value.key, State.DIRTY)
