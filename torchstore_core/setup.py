@@ -9,12 +9,7 @@ setup(
     ext_modules=[
         Extension(
             "torchstore_core._native",
-            sources=[
-                "src/torchstore_core/_native.c",
-                "src/torchstore_core/_native_guarding.c",
-                "src/torchstore_core/_native_hashing.c",
-                "src/torchstore_core/_native_transfer.c",
-            ],
+            sources=[f"native/{name}.c" for name in ("module", "guarding", "hashing", "transfer")],
             extra_compile_args=["-O2"],
             optional=True,
         )

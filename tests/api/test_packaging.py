@@ -210,6 +210,16 @@ async def test_a_server_is_not_told_of_plug_ins_in_the_folder_of_the_program(tmp
         assert "shm" in [name for volume in status.volumes for name in volume.transports]
 
 
+async def test_a_server_finds_plug_ins_on_a_path_that_is_new_to_it(tmp_path, monkeypatch):
+    """``PYTHONPATH`` may be changed after the program was started, which cannot find them then."""
+    Site(tmp_path).install("only-there", "torchstore.transports", only_there="import nowhere")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    assert "only_there" not in [plugin.name for plugin in installed()]
+    async with running_store() as client:
+        status = await client.status()
+    assert [error for error in status.plugin_errors if "only_there" in error]
+
+
 async def test_an_empty_server_is_small(store, runtime):
     if runtime == "monarch":
         pytest.skip("the engine itself is in the controller's process, and larger")

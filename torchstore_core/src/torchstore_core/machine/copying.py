@@ -1,7 +1,7 @@
 """The copy engine: copies many pieces on its own threads, bypassing the cache. Torch-free.
 
 It has its own threads because OMP_NUM_THREADS is 1 under torchrun, and bypasses the cache because
-weights are larger than it (see ``_native.c``; without the compiled module, it uses memmove).
+weights are larger than it (see ``native/module.c``; without the compiled module, it uses memmove).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,7 +19,7 @@ from torchstore_core.machine.sockets.unix import check_descriptors
 if TYPE_CHECKING:
     from importlib import metadata
 
-__all__ = ["GROUPS", "OBSERVERS", "RUNTIMES", "InstalledPlugin", "all_importable", "installed"]
+__all__ = ["GROUPS", "OBSERVERS", "RUNTIMES", "InstalledPlugin", "Inventory", "installed"]
 
 log = logging.getLogger(__name__)
 
@@ -105,14 +105,46 @@ def installed() -> list[InstalledPlugin]:
     return found
 
 
-def all_importable(plugins: Iterable[InstalledPlugin]) -> bool:
-    """Tell whether this process finds all these plug-ins, which another one has found, itself.
+class Inventory(msgspec.Struct, frozen=True):
+    """The plug-ins that a process has found, told to a server that it starts.
 
-    It is asked by a server, whose path may be shorter than that of the program that starts it: the
-    program's own folder is not on it.
+    Args:
+        path: the folders in which it looked.
+        plugins: what it found there.
     """
-    path = {os.path.abspath(folder) for folder in sys.path}
-    return all(plugin.folder in path for plugin in plugins)
+
+    path: tuple[str, ...]
+    plugins: tuple[InstalledPlugin, ...]
+
+    @classmethod
+    def taken(cls) -> Inventory:
+        """Return what this process finds. Raises what :func:`installed` raises."""
+        return cls(tuple(sorted(_searched())), tuple(installed()))
+
+    def is_valid_here(self) -> bool:
+        """Tell whether this process would find the same plug-ins.
+
+        It does not if the other one also looked in its program's own folder, which is not on a
+        server's path, and found some there; nor if ``PYTHONPATH`` has been changed since the other
+        one was started, and something is installed where only this one looks.
+        """
+        path = _searched()
+        new = path - {*self.path}
+        return all(plugin.folder in path for plugin in self.plugins) and not any(map(_holds, new))
+
+
+def _searched() -> set[str]:
+    return {os.path.abspath(folder) for folder in sys.path}
+
+
+def _holds(folder: str) -> bool:
+    """Tell whether a distribution may be installed in a folder, or in an archive in its place."""
+    try:
+        return any(name.endswith((".dist-info", ".egg-info")) for name in os.listdir(folder))
+    except NotADirectoryError:
+        return True
+    except OSError:
+        return False
 
 
 def _changed(path: str) -> int:

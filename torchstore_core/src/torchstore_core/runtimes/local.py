@@ -25,7 +25,7 @@ from torchstore_core.errors import (
 )
 from torchstore_core.machine.processes import is_exiting
 from torchstore_core.machine.topology import capacity_warning, memory_limit_bytes
-from torchstore_core.plugins.installed import installed
+from torchstore_core.plugins.installed import Inventory
 from torchstore_core.plugins.ranking import Policy
 from torchstore_core.plugins.strategy_data import encode_strategy
 
@@ -77,7 +77,7 @@ class LocalRuntime(Runtime):
             "repair_bandwidth": options.repair_bandwidth,
             "members": self._members,
             "keeper": options.keeper is not False,
-            "plugins": installed(),
+            "installed": Inventory.taken(),
         }
         if strategy is not None:
             config["strategy"], config["strategy_fields"] = encode_strategy(strategy)

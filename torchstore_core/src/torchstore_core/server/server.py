@@ -23,7 +23,7 @@ from torchstore_core.errors import (
 )
 from torchstore_core.machine import topology
 from torchstore_core.machine.directories import PrivateDirectory
-from torchstore_core.plugins.installed import InstalledPlugin, all_importable
+from torchstore_core.plugins.installed import Inventory
 from torchstore_core.plugins.registry import Registry
 from torchstore_core.plugins.strategy_data import decode_strategy
 from torchstore_core.reports.bandwidths import repair_bandwidth
@@ -89,8 +89,8 @@ class ServerOptions(msgspec.Struct, frozen=True):
             memory begins now, and is given a random one.
         repair_bandwidth: the most bytes per second to copy when copies of values are lost, or a
             volume is drained; 0: no limit; None: see ``reports.bandwidths``.
-        plugins: the installed plug-ins, which who starts the server has found. The server looks for
-            them itself if this is None, or if some are not on its own path.
+        installed: the plug-ins that the program which starts the server has found. The server
+            looks for them itself if this is None, or if it would find others.
     """
 
     store_name: str = "torchstore"
@@ -109,7 +109,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
     directory: str | None = None
     incarnation: int = 0
     repair_bandwidth: int | None = None
-    plugins: tuple[InstalledPlugin, ...] | None = None
+    installed: Inventory | None = None
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -139,9 +139,9 @@ class Server:
         self.conversations: set[Conversation] = set()
         self.connections: set[Connection] = set()
         self.topology = topology.probe()
-        told = options.plugins
-        told = told if told is not None and all_importable(told) else None
-        self.registry = Registry(told, block=options.block)
+        told = options.installed
+        found = told.plugins if told is not None and told.is_valid_here() else None
+        self.registry = Registry(found, block=options.block)
         self._volumes: list[Volume] = []  # in this process
         self._attached: dict[int, VolumeRecord] = {}
         self._all_attached = asyncio.Event()

@@ -1,5 +1,5 @@
 """Send rows of memory through a socket, and receive them, without holding the interpreter lock.
-Torch-free. ``_native_transfer.c`` says how.
+Torch-free. ``native/transfer.c`` says how.
 """
 
 from __future__ import annotations

@@ -256,13 +256,13 @@ static PyObject *copy_rows(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* transfer(fd, rows, sending, more): in _native_transfer.c. */
+/* transfer(fd, rows, sending, more): in transfer.c. */
 extern PyObject *torchstore_transfer(PyObject *self, PyObject *args);
 
-/* hash_runs(runs): in _native_hashing.c. */
+/* hash_runs(runs): in hashing.c. */
 extern PyObject *torchstore_hash_runs(PyObject *self, PyObject *list);
 
-/* guard(address, nbytes), is_lost(guard), unguard(guard): in _native_guarding.c. */
+/* guard(address, nbytes), is_lost(guard), unguard(guard): in guarding.c. */
 extern PyObject *torchstore_guard(PyObject *self, PyObject *args);
 extern PyObject *torchstore_is_lost(PyObject *self, PyObject *number);
 extern PyObject *torchstore_unguard(PyObject *self, PyObject *number);
