@@ -10,6 +10,7 @@ _OF_THE_MACHINERY = {
     "test_a_cancelled_write_is_settled",
     "test_a_half_that_is_stopped_fails_within_the_time_of_the_pair",
     "test_a_killed_client_leaves_nothing",
+    "test_a_pair_is_made_anew_though_the_new_half_starts_slowly",
     "test_a_pair_that_died_unnoticed_is_made_anew",
     "test_a_write_cancelled_while_the_half_is_stopped_is_in_quarantine",
     "test_cancelling_one_call_does_not_disturb_others",

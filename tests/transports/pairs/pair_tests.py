@@ -76,15 +76,17 @@ class PairTests:
 
     async def half_pid(self, client: ts.Client) -> int:
         """The process of the server half."""
-        server = (await client.status()).controller_pid
+        (pid,) = self._halves((await client.status()).controller_pid)
+        return pid
+
+    def _halves(self, server: int) -> list[int]:
         tasks = Path(f"/proc/{server}/task").iterdir()
         children = [pid for task in tasks for pid in (task / "children").read_text().split()]
-        (pid,) = (
+        return [
             int(pid)
             for pid in children
             if self.half.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
-        )
-        return pid
+        ]
 
     async def test_strangers_find_no_open_port(self) -> None:
         """gloo would keep a descriptor for each of them in both processes."""
@@ -310,6 +312,26 @@ class PairTests:
             os.kill(half, signal.SIGKILL)
             await until(lambda: not Path(f"/proc/{half}/fd/0").exists(), 10)
             await client.put("t", torch.arange(MB) + 1)
+            assert torch.equal(await client.get("t"), torch.arange(MB) + 1)
+
+    async def test_a_pair_is_made_anew_though_the_new_half_starts_slowly(self) -> None:
+        """As on a busy machine: its process is stopped for a while before it says anything."""
+        async with self.store() as client:
+            await client.put("t", torch.arange(MB))
+            server = (await client.status()).controller_pid
+            (half,) = self._halves(server)
+            os.kill(half, signal.SIGKILL)
+            await until(lambda: not Path(f"/proc/{half}/fd/0").exists(), 10)
+            putting = asyncio.ensure_future(client.put("t", torch.arange(MB) + 1))
+            await until(lambda: set(self._halves(server)) - {half}, 10)
+            (started,) = set(self._halves(server)) - {half}
+            await halt(started)
+            try:
+                assert not (await asyncio.wait([putting], timeout=2))[0]
+            finally:
+                os.kill(started, signal.SIGCONT)
+            await putting
+            assert await self.half_pid(client) == started
             assert torch.equal(await client.get("t"), torch.arange(MB) + 1)
 
     @pytest.mark.soak

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import pkgutil
+import secrets
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
@@ -137,7 +138,8 @@ class PairServer(TransportServer):
         self._told: tuple[Network, ...] = ()
         self._served: dict[int, _Served] = {}
         self._ending: dict[asyncio.Future[None], bytes] = {}  # pairs being ended, by client
-        self._numbers = itertools.count(1)
+        # A client that knows a pair of a process that has died must not end or use one of this one.
+        self._numbers = itertools.count(secrets.randbits(48))
 
     async def start(self, context: ServerContext, segments: Sequence[Segment]) -> bytes:
         """See ``contracts.transport``."""

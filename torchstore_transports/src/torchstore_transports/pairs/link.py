@@ -47,6 +47,9 @@ _PART_COPIES = 8192
 _PART_BYTES = 1 << 30
 # How long a cancelled call may settle; it has to end within a second.
 _SETTLE_S = 0.6
+# How long each handshake may take after a batch has failed: a new process may have to be started to
+# answer it.
+_FAILED_S = 5.0
 # An idle pair may have died unnoticed. A batch that fails within this time, over a pair that was
 # not new, is moved over a new pair, unless the server half has begun it: if that has died only now,
 # another transport is there sooner than its new process.
@@ -145,6 +148,7 @@ class PairLink(Link):
             functools.partial(connection.upload if into else connection.download, runs)
         )
         asking = asyncio.ensure_future(self._handshake(encode(Transfer(pair, into, extents))))
+        asking.add_done_callback(retrieve)
         both: list[asyncio.Future[Any]] = [asking, moving]
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION, timeout=_WATCH_AFTER_S)
@@ -155,11 +159,14 @@ class PairLink(Link):
             for one in both:
                 if one.done():
                     one.result()
-        except BaseException:
+        except BaseException as error:
             self._connection = None
             self._stale = not asking.done() or asking.cancelled() or bool(asking.exception())
-            asking.cancel()
-            await self._give_up(connection, pair, asking, into=into)
+            is_cancelled = isinstance(error, asyncio.CancelledError)
+            if is_cancelled:
+                asking.cancel()
+            patience_s = _SETTLE_S if is_cancelled else _FAILED_S
+            await self._give_up(connection, pair, asking, patience_s, into=into)
             self._arrived = _arrived(part, connection.arrived)
             raise
         finally:
@@ -189,16 +196,26 @@ class PairLink(Link):
             pass
 
     async def _give_up(
-        self, connection: PairConnection, pair: int, asking: asyncio.Future[bytes], *, into: bool
+        self,
+        connection: PairConnection,
+        pair: int,
+        asking: asyncio.Future[bytes],
+        patience_s: float,
+        *,
+        into: bool,
     ) -> None:
         """End a pair. When this returns, nothing of it moves at this end, nor, if it wrote, at the
         other end, unless ``unsettled`` is set.
+
+        Args:
+            patience_s: how long each handshake may take.
         """
         cancelled = await wait_ended(in_thread(connection.kill))
-        cancelled |= await wait_ended(asking, _SETTLE_S)
+        cancelled |= await _wait(asking, patience_s)
+        asking.cancel()
         if into:
             stopping = asyncio.ensure_future(self._handshake(encode(Stop(pair))))
-            cancelled |= await wait_ended(stopping, _SETTLE_S)
+            cancelled |= await _wait(stopping, _SETTLE_S if cancelled else patience_s)
             if not stopping.done() or stopping.exception() is not None:
                 stopping.cancel()
                 self.unsettled = True
@@ -258,6 +275,17 @@ class PairLink(Link):
         if cancelled:
             raise asyncio.CancelledError
         return stopped
+
+
+async def _wait(work: asyncio.Future[bytes], most_s: float) -> bool:
+    """Wait until a handshake has ended, but not longer than a cancelled call may take once the
+    caller has been cancelled; whether it has been.
+    """
+    end = time.monotonic() + most_s
+    cancelled = False
+    while not (work.done() or cancelled or time.monotonic() > end):
+        cancelled = await wait_ended(work, _SETTLE_S)
+    return cancelled
 
 
 def _arrived(copies: Sequence[Copy], nbytes: int) -> int:
