@@ -250,6 +250,12 @@ async def test_explain_names_bids_and_refusals():
         assert (await client.stat("k")).segment >= 0
 
 
+@pytest.mark.parametrize("nbytes", ["a key", None, 1.5, -1])
+async def test_explain_takes_a_number_of_bytes(store, nbytes):
+    with pytest.raises(ts.UnsupportedValueError, match=r"explain takes a number of bytes"):
+        await ts.explain(nbytes)
+
+
 # ---- timeouts -----------------------------------------------------------------------------
 
 

@@ -221,9 +221,16 @@ class KeyOperations(ClientBase):
     ) -> list[dict[str, Any]]:
         """Return, for every volume, which transport would move ``nbytes`` bytes, what each
         transport bid, and why the others refused, as plain data; ``summary`` says the same in one
-        line, and how to choose another. Raises only what every operation may raise.
+        line, and how to choose another.
+
+        Raises:
+            UnsupportedValueError: ``nbytes`` is not a number of bytes.
         """
         with self._watch("explain", timeout) as clock:
+            if not isinstance(nbytes, int) or nbytes < 0:
+                raise UnsupportedValueError(
+                    f"explain takes a number of bytes, an int of 0 or more, not {nbytes!r}"
+                )
             session = await self._joined.session(clock.left())
             clock.on_session()
             return [_explain(volume, nbytes) for volume in session.volumes]
