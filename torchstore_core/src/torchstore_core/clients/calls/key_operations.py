@@ -227,13 +227,18 @@ class KeyOperations(ClientBase):
             UnsupportedValueError: ``nbytes`` is not a number of bytes.
         """
         with self._watch("explain", timeout) as clock:
-            if not isinstance(nbytes, int) or nbytes < 0:
-                raise UnsupportedValueError(
-                    f"explain takes a number of bytes, an int of 0 or more, not {nbytes!r}"
-                )
+            check_size(nbytes)
             session = await self._joined.session(clock.left())
             clock.on_session()
             return [_explain(volume, nbytes) for volume in session.volumes]
+
+
+def check_size(nbytes: object) -> None:
+    """Raise UnsupportedValueError unless ``nbytes`` is a number of bytes."""
+    if not isinstance(nbytes, int) or nbytes < 0:
+        raise UnsupportedValueError(
+            f"explain takes a number of bytes, an int of 0 or more, not {nbytes!r}"
+        )
 
 
 def check_min_version(version: object) -> None:
