@@ -166,6 +166,18 @@ async def test_the_server_half_is_killed_in_the_middle() -> None:
         assert torch.equal(got, sent)
 
 
+@pytest.mark.parametrize("fabric", ["all"], indirect=True)
+async def test_the_server_loads_neither_the_library_nor_torch() -> None:
+    async with running_store(**_RDMA) as client:
+        await client.put("t", torch.arange(MB))
+        assert torch.equal(await client.get("t"), torch.arange(MB))
+        (half,) = [pid for pid in _processes() if b"isolated" in _command(pid)]
+        server = (await client.status()).controller_pid
+        assert "libnixl" in Path(f"/proc/{half}/maps").read_text()
+        mapped = Path(f"/proc/{server}/maps").read_text()
+        assert not [name for name in ("libnixl", "libucp", "libtorch") if name in mapped]
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("fabric", ["tcp"], indirect=True)  # others need no thread of the half
 async def test_a_half_whose_polling_thread_hangs_is_replaced() -> None:

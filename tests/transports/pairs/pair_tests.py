@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -32,6 +35,8 @@ _DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex6
 _LARGE = 128 * MB
 _ROOM = 192 * MB
 _LASTING = "lasting"
+#: The functions of torch, of the compiled module and of ctypes that copy.
+_COPIES = {"copy_", "copy_columns", "copy_rows", "copy_runs", "contiguous", "memmove"}
 
 
 class PairTests:
@@ -102,6 +107,15 @@ class PairTests:
             assert torch.equal(await client.get("second"), value)
             await until(strangers.left_nothing)
 
+    async def test_the_server_loads_no_torch_while_its_half_does(self) -> None:
+        async with self.store() as client:
+            await client.put("t", torch.arange(MB))
+            assert torch.equal(await client.get("t"), torch.arange(MB))
+            server = (await client.status()).controller_pid
+            (half,) = self._halves(server)
+            assert "libtorch" in Path(f"/proc/{half}/maps").read_text()
+            assert "libtorch" not in Path(f"/proc/{server}/maps").read_text()
+
     # ---- bytes ----------------------------------------------------------------------------
 
     @pytest.mark.quick
@@ -122,6 +136,21 @@ class PairTests:
         into = torch.zeros(1024, 2048, dtype=torch.int64).t()
         await shared.get("columns", into)
         assert torch.equal(into, rows[:, ::2])
+
+    async def test_large_tensors_are_not_packed_on_the_event_loop(self, shared: ts.Client) -> None:
+        """Up to half a MiB is: a thread would take longer to begin than the copy lasts."""
+        columns = torch.arange(8 * MB, dtype=torch.float32).view(2048, 4096)[:, ::2]
+        turned = torch.zeros(4096, 2048).t()[:, ::2]
+        for value, into, is_large in (
+            (columns, turned, True),
+            (columns[:100, :100], turned[:100, :100], False),
+        ):
+            with _copies_here() as put:
+                await shared.put("columns", value)
+            with _copies_here() as got:
+                await shared.get("columns", into)
+            assert torch.equal(into, value)
+            assert bool(put) is bool(got) is not is_large, (put, got)
 
     async def test_thousands_of_pieces(self, shared: ts.Client) -> None:
         """Some are large, so that there is everything: messages of one piece and of many."""
@@ -454,6 +483,23 @@ class PairTests:
     async def _used_again(self, client: ts.Client) -> bool:
         await client.put("any", torch.zeros(MB))
         return {entry["chosen"] for entry in await client.explain()} == {self.name}
+
+
+@contextmanager
+def _copies_here() -> Iterator[Counter[str]]:
+    """Count the calls by which the thread of the caller copies bytes of tensors."""
+    calls: Counter[str] = Counter()
+
+    def note(_frame: FrameType, event: str, called: Any) -> None:
+        if event == "c_call" and called.__name__ in _COPIES:
+            calls[called.__name__] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(before)
 
 
 def _is_moving() -> bool:
