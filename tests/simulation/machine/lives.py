@@ -60,10 +60,10 @@ class _Log(Log):
     left = 0
     is_over = False
 
-    def append(self, kind: int, session: int, body: bytes | bytearray) -> None:
+    def append(self, kind: int, session: int, body: bytes | bytearray, spare: int = 0) -> None:
         if self.is_over:
             return
-        super().append(kind, session, body)
+        super().append(kind, session, body, spare)
         self.count()
 
     def count(self) -> None:

@@ -130,6 +130,10 @@ class StoreFullError(TorchStoreError):
     but not in one piece, also ``pieces`` (the number of free ranges) and ``largest_value_bytes``
     (the largest value of the put); if not the store but its host is short of memory,
     ``host_left_bytes`` (what the host, or a cgroup, has left).
+
+    A server with a keeper also refuses what changes the store, puts and other requests, while the
+    system gives its log no more memory. Then there are only ``log_bytes`` (how long the log is) and
+    ``reason`` (what the system says).
     """
 
     code = "store-full"

@@ -148,6 +148,12 @@ class Controller:
             )
         self.drains = Drains(self.volumes, self.repairs, later, refuses)
 
+    def when_recorded(self, call: Callable[[], None]) -> bool:
+        """Call something when all that was asked for has been done. False, and it is not called,
+        if it has; here it always has, but see ``RecordedController``.
+        """
+        return False
+
     # Parts of which a subclass has kinds of its own; called once, with the arguments of the class.
 
     def _new_spilling(self, *args: Any) -> Spilling:

@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 
+from torchstore_core.errors import StoreFullError
 from torchstore_core.machine.processes import ProcessWatch
 from torchstore_core.server.keeping.log import Log
 from torchstore_core.server.keeping.recorded import RecordedController
@@ -31,6 +32,8 @@ _STATES = 8
 _AT_ONCE = 24 << 20
 # A server that has recorded no more since the last look has no use for memory to write to.
 _IDLE = 1 << 20
+# How long to wait before a log that cannot grow is written anew, again.
+_AGAIN_S = 5.0
 _FIRST_OTHER_FD = 3
 
 
@@ -57,6 +60,7 @@ class Compaction:
         self._state_bytes, self._in_vain = controller.state_nbytes, 0
         self._spare: Log | None = None
         self._seen = 0
+        self._not_before = 0.0
         self._closed = False
         self._expect_more()
 
@@ -89,17 +93,28 @@ class Compaction:
         log.make_ready()
 
     def look(self) -> None:
-        """Begin if it is due, or give back memory that is not needed. From time to time, on the
-        running event loop.
+        """Begin if it is due, or give back memory that is not needed; and do what waits for room
+        in the log. From time to time, on the running event loop.
         """
+        self._controller.catch_up()
         end = self._controller.log.end
         recorded, self._seen = end - self._seen, end
-        if self.is_due:
+        if self.is_due or self._may_make_room():
             self.begin()
         elif self._spare is not None and 0 <= recorded < _IDLE:
             self._spare.close()
             self._spare = None
             self._controller.log.give_back()
+
+    def _may_make_room(self) -> bool:
+        """Whether the log cannot grow, and the state may take less room than what has led to it. It
+        is not tried all the time.
+        """
+        log, now = self._controller.log, asyncio.get_running_loop().time()
+        if not log.is_full or log.nbytes < self._state_bytes + _IDLE or now < self._not_before:
+            return False
+        self._not_before = now + _AGAIN_S
+        return True
 
     @property
     def is_running(self) -> bool:
@@ -111,11 +126,12 @@ class Compaction:
         if self._new is not None or self._closed:
             return
         # Two logs take turns: writing to memory for the first time would cost a put most.
-        new, self._spare = self._spare or Log(), None
+        new, self._spare = self._spare, None
         self._mark = self._controller.log.end
         try:
+            new = new or Log()
             child = os.fork()
-        except OSError as error:
+        except (OSError, StoreFullError) as error:
             log.warning("the log stays as long as it is: %s", error)
             self._spare = new
             self._failed()
@@ -147,14 +163,19 @@ class Compaction:
         new, self._new = self._new, None
         if new is None:
             return
-        if status:
+        old = self._controller.log
+        try:
+            if status:
+                raise StoreFullError(f"the process that writes another has ended with {status}")
+            new.refresh()
+            state_bytes = new.nbytes
+            new.append_from(old, self._mark)
+        except StoreFullError as error:
+            log.warning("the log stays as long as it is: %s", error)
             new.close()
             self._failed()
             return
-        new.refresh()
-        self._state_bytes = new.nbytes
-        old = self._controller.log
-        new.append_from(old, self._mark)
+        self._state_bytes = state_bytes
         self._keep(new.fd)
         self._controller.log = new
         self._in_vain = 0

@@ -5,26 +5,31 @@ and has the same state, whatever that consists of. A request is recorded before 
 others may have seen of its effects is therefore always in the log, and one that was recorded but
 not answered has been executed as far as anybody can tell; its client asks again
 (``messages.Again``), and is told what the repetition gave.
+
+When the log cannot grow, what can be refused is refused before it changes anything. What cannot
+(leases that are given back, the end of a process, time) goes on in what the log keeps for it, and
+waits in its order when that is used up, too: neither recorded nor done.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
 from torchstore_core import moments
 from torchstore_core.contracts.strategy import ClientFacts
-from torchstore_core.errors import TorchStoreError
+from torchstore_core.errors import StoreFullError, TorchStoreError
 from torchstore_core.machine.processes import started
 from torchstore_core.machine.topology import Topology
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.records import SessionRecord
 from torchstore_core.server.index.references.holds import Holds
-from torchstore_core.server.keeping.log import Log, Record, Records
+from torchstore_core.server.keeping.log import SPARE, Log, Record, Records
 from torchstore_core.server.keeping.recorded_holds import RecordedHolds
 from torchstore_core.server.keeping.recorded_repairs import RecordedRepairs
 from torchstore_core.server.keeping.recorded_spilling import RecordedSpilling
@@ -91,6 +96,13 @@ _decode_opened = msgspec.msgpack.Decoder(Opened).decode
 _Unsent = tuple[bytes, Mapping[tuple[str, int], m.Reply]]
 
 
+class _Late(NamedTuple):
+    """What waits until the log has room for its record, if it has one, and is done then."""
+
+    record: tuple[int, int, bytes] | None
+    do: Callable[[], None]
+
+
 class RecordedController(Controller):
     """A :class:`Controller` that writes a log.
 
@@ -122,6 +134,8 @@ class RecordedController(Controller):
             if allocator.grow is not None:
                 allocator.ask(partial(self._grow, at, allocator.grow), allocator.assured)
         self._records: Records | None = None  # while they are repeated
+        self._late: deque[_Late] = deque()
+        self._is_catching_up = False
         if not log.nbytes:
             self.log.append(_BEGIN, 0, _encode(self.holds._number))
         self._next_serial = 1
@@ -134,22 +148,88 @@ class RecordedController(Controller):
 
     def _new_spilling(self, *args: Any) -> RecordedSpilling:
         return RecordedSpilling(
-            partial(self._record_other, _SPILLING), partial(self._next_body, _SPILLING), *args
+            partial(self._step, _SPILLING), partial(self._next_body, _SPILLING), *args
         )
 
     def _new_holds(self, *args: Any) -> RecordedHolds:
-        return RecordedHolds(self._record, self._record_due, *args)
+        return RecordedHolds(self._record, self._record_sooner_or_later, self._record_due, *args)
 
     def _new_repairs(self, *args: Any) -> RecordedRepairs:
-        return RecordedRepairs(partial(self._record_other, _REPAIRING), *args)
+        return RecordedRepairs(partial(self._step, _REPAIRING), *args)
+
+    # ---- room in the log ------------------------------------------------------------------
+
+    def _append(self, kind: int, serial: int, body: bytes) -> None:
+        """Record what can be refused.
+
+        Raises:
+            StoreFullError: the log cannot grow, and has no more than what is kept for the rest.
+        """
+        if self._late:
+            self._catch_up()
+        self.log.append(kind, serial, body, SPARE)
+
+    def _sooner_or_later(self, kind: int, serial: int, body: bytes, do: Callable[[], None]) -> None:
+        """Record what cannot be refused, and do it: now, or when the log has room, in order."""
+        if not self.catch_up():
+            self._late.append(_Late((kind, serial, body), do))
+            return
+        try:
+            self.log.append(kind, serial, body)
+        except StoreFullError:
+            self._late.append(_Late((kind, serial, body), do))
+        else:
+            do()
+
+    def catch_up(self) -> bool:
+        """Do what waits for room in the log, as far as there is some; whether nothing waits."""
+        if self._late:
+            try:
+                self._catch_up()
+            except StoreFullError:
+                return False
+        return True
+
+    def _catch_up(self) -> None:
+        if self._is_catching_up:  # what one of them needs as well comes behind the others
+            raise StoreFullError("the server's log is full")
+        self._is_catching_up = True
+        try:
+            while self._late:
+                record, do = self._late[0]
+                if record is not None:
+                    self.log.append(*record)
+                self._late.popleft()
+                do()
+        finally:
+            self._is_catching_up = False
+
+    def when_recorded(self, call: Callable[[], None]) -> bool:
+        if not self._late:
+            return False
+        self._late.append(_Late(None, call))
+        return True
 
     # ---- what is recorded -----------------------------------------------------------------
 
     def _record(self, serial: int, request: m.Message) -> None:
-        self.log.append(_REQUEST, serial, _encode(request))
+        self._append(_REQUEST, serial, _encode(request))
 
-    def _record_other(self, kind: int, body: bytes) -> None:
-        self.log.append(kind, 0, body)
+    def _record_sooner_or_later(
+        self, serial: int, request: m.Message, do: Callable[[], None]
+    ) -> None:
+        self._sooner_or_later(_REQUEST, serial, _encode(request), do)
+
+    def _step(self, kind: int, body: bytes, spare: int = 0) -> None:
+        """Record a step of what is recorded, or something that is tried again if it cannot be;
+        ``spare``: as for ``Log.append``.
+
+        Raises:
+            StoreFullError: it cannot be, and must not be done.
+        """
+        if self._late and not self._is_catching_up:
+            self._catch_up()
+        self.log.append(kind, 0, body, spare)
 
     def _next_body(self, kind: int, take: bool) -> bytes | None:
         """The next record that is repeated, if it is of that kind; ``take``: go on behind it."""
@@ -162,15 +242,22 @@ class RecordedController(Controller):
 
     def _grow(self, at: int, grow: Callable[[int], int], end: int) -> int:
         """How far a volume may be used depends on what else uses memory: record the answer."""
-        if self._records is not None:  # it is what follows the request that needed it
-            found = next(self._records, None)
-            if found is not None:
-                return _decode_number(found.body)
+        if self._records is not None and self._records.peek() is not None:
+            # It is what follows the request that needed it.
+            body = self._next_body(_GREW, take=True)
+            return self.volumes[at].allocator.assured if body is None else _decode_number(body)
         limit = grow(end)
-        self.log.append(_GREW, at, _encode(limit))
+        try:
+            self.log.append(_GREW, at, _encode(limit))
+        except StoreFullError:  # the next life will not know that it may be used
+            return self.volumes[at].allocator.assured
         return limit
 
     def trim(self, idle_s: float, keep: int) -> int:
+        try:
+            self.log.make_room()
+        except StoreFullError:
+            return 0
         given = super().trim(idle_s, keep)
         if given:
             self.log.append(_TRIMMED, 0, b"")
@@ -181,16 +268,20 @@ class RecordedController(Controller):
         for volume in self.volumes:
             volume.allocator.ask_again()
 
-    def _record_due(self, sessions: list[int], tickets: list[int]) -> None:
-        self.log.append(_DUE, 0, _encode((sessions, tickets)))
+    def _record_due(self, sessions: list[int], tickets: list[int], end: Callable[[], None]) -> None:
+        self._sooner_or_later(_DUE, 0, _encode((sessions, tickets)), end)
 
     def open_session(self, facts: ClientFacts, topology: Topology, pid: int = 0) -> SessionRecord:
         session = super().open_session(facts, topology, pid)
         opened = Opened(
             session.token, session.peer, facts, topology, session.opened, pid, started(pid)
         )
+        try:
+            self._append(_OPEN, self._next_serial, _encode(opened))
+        except StoreFullError:
+            del self.sessions[session.token]
+            raise
         self._enter(session, opened)
-        self.log.append(_OPEN, session.serial, _encode(opened))
         return session
 
     def _enter(self, session: SessionRecord, opened: Opened) -> None:
@@ -200,7 +291,10 @@ class RecordedController(Controller):
 
     def close_session(self, session: SessionRecord) -> None:
         if session.token in self.sessions:
-            self.log.append(_CLOSE, session.serial, b"")
+            self._sooner_or_later(_CLOSE, session.serial, b"", partial(self._close, session))
+
+    def _close(self, session: SessionRecord) -> None:
+        if session.token in self.sessions:  # it may have been closed twice, and both have waited
             self._silently(super().close_session, session)
             self._forget(session)
 
@@ -213,8 +307,8 @@ class RecordedController(Controller):
         if self._silent:
             super().end_session(session)
         else:
-            self.log.append(_END, session.serial, b"")
-            self._silently(super().end_session, session)
+            end = partial(self._silently, super().end_session, session)
+            self._sooner_or_later(_END, session.serial, b"", end)
 
     def _silently(self, change: Any, session: SessionRecord) -> None:
         self._silent = True
@@ -226,17 +320,17 @@ class RecordedController(Controller):
     def put(
         self, session: SessionRecord, request: m.Put, body: bytes = b""
     ) -> tuple[list[int], list[m.Grant | None] | None]:
-        self.log.append(_REQUEST, session.serial, body or _encode(request))
+        self._append(_REQUEST, session.serial, body or _encode(request))
         return Controller.put(self, session, request)
 
     def put_object(
         self, session: SessionRecord, request: m.PutObject, body: bytes = b""
     ) -> tuple[list[int], list[m.Grant | None] | None]:
-        self.log.append(_REQUEST, session.serial, body or _encode(request))
+        self._append(_REQUEST, session.serial, body or _encode(request))
         return super().put_object(session, request)
 
     def commit(self, session: SessionRecord, txn_id: int, body: bytes = b"") -> list[int]:
-        self.log.append(_REQUEST, session.serial, body or _encode(m.Commit(0, txn_id)))
+        self._append(_REQUEST, session.serial, body or _encode(m.Commit(0, txn_id)))
         self._silent = True  # it may abort
         try:
             return super().commit(session, txn_id)
@@ -246,29 +340,40 @@ class RecordedController(Controller):
     def abort(
         self, session: SessionRecord, txn_ids: Iterable[int], *, remember: bool = False
     ) -> None:
-        if not self._silent:
-            txn_ids = list(txn_ids)
-            self.log.append(_ABORT_EARLY if remember else _ABORT, session.serial, _encode(txn_ids))
-        super().abort(session, txn_ids, remember=remember)
+        if self._silent:
+            super().abort(session, txn_ids, remember=remember)
+            return
+        txn_ids = list(txn_ids)
+        abort = partial(super().abort, session, txn_ids, remember=remember)
+        kind = _ABORT_EARLY if remember else _ABORT
+        self._sooner_or_later(kind, session.serial, _encode(txn_ids), abort)
 
     def locate(
         self, session: SessionRecord, request: m.Locate
     ) -> tuple[list[m.Entry] | m.EntryColumns, bool]:
         if self.spilling.active:  # it changes what is evicted next
-            self.log.append(_REQUEST, session.serial, _encode(request))
+            self._record(session.serial, request)
             return super().locate(session, request)
         entries, leased = super().locate(session, request)
-        if leased:  # nobody knows of the lease before it is answered
-            self.log.append(_REQUEST, session.serial, _encode(request))
+        if leased:
+            self._record_lease(session, request)
         return entries, leased
+
+    def _record_lease(self, session: SessionRecord, request: m.Locate | m.Fetch) -> None:
+        """Record it only now: nobody knows of the lease before it is answered."""
+        try:
+            self._record(session.serial, request)
+        except StoreFullError:
+            super().release(session, [request.lease], [])
+            raise
 
     def fetch(self, session: SessionRecord, request: m.Fetch) -> m.Fetched:
         if self.spilling.active:
-            self.log.append(_REQUEST, session.serial, _encode(request))
+            self._record(session.serial, request)
             return super().fetch(session, request)
         fetched = super().fetch(session, request)
         if fetched.leased:
-            self.log.append(_REQUEST, session.serial, _encode(request))
+            self._record_lease(session, request)
         return fetched
 
     def release(
@@ -279,17 +384,19 @@ class RecordedController(Controller):
         *,
         remember: bool = False,
     ) -> None:
-        if not self._silent:
-            leases, parts = list(leases), list(parts)
-            kind = _RELEASE_EARLY if remember else _RELEASE
-            self.log.append(kind, session.serial, _encode((leases, parts)))
-        super().release(session, leases, parts, remember=remember)
+        if self._silent:
+            super().release(session, leases, parts, remember=remember)
+            return
+        leases, parts = list(leases), list(parts)
+        release = partial(super().release, session, leases, parts, remember=remember)
+        kind = _RELEASE_EARLY if remember else _RELEASE
+        self._sooner_or_later(kind, session.serial, _encode((leases, parts)), release)
 
     def delete(
         self, keys: Sequence[str], strict: bool, by: tuple[SessionRecord, int] | None = None
     ) -> int:
         serial, number = (0, 0) if by is None else (by[0].serial, by[1])
-        self.log.append(_REQUEST, serial, _encode(m.Delete(0, list(keys), strict, number)))
+        self._record(serial, m.Delete(0, list(keys), strict, number))
         return super().delete(keys, strict)
 
     # ---- coming back ----------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torchstore_core.server.index.catalog import Catalog
@@ -32,15 +33,17 @@ class RecordedHolds(Holds):
 
     Args:
         record: writes a request of the session with this serial number.
+        sooner_or_later: writes one that has no reply, and so cannot be refused, and does it.
         record_due: writes what has ended because its time was over: the serial numbers of
-            sessions, and tickets.
+            sessions, and tickets; and ends it.
         catalog, free, later, grace_s: of the holds.
     """
 
     def __init__(
         self,
         record: Callable[[int, m.Message], None],
-        record_due: Callable[[list[int], list[int]], None],
+        sooner_or_later: Callable[[int, m.Message, Callable[[], None]], None],
+        record_due: Callable[[list[int], list[int], Callable[[], None]], None],
         catalog: Catalog,
         free: Callable[[Iterable[Value]], None],
         later: Callable[[float, Callable[[], None]], object],
@@ -50,6 +53,7 @@ class RecordedHolds(Holds):
         super().__init__(catalog, free, self._later_unless_repeating, grace_s)
         self._really_later = later
         self._record = record
+        self._sooner_or_later = sooner_or_later
         self._record_due = record_due
 
     def _later_unless_repeating(self, delay: float, call: Callable[[], None]) -> object:
@@ -83,8 +87,8 @@ class RecordedHolds(Holds):
 
     def unhold(self, session: SessionRecord, idents: Iterable[int]) -> None:
         idents = list(idents)
-        self._record(session.serial, m.Unhold(idents))
-        super().unhold(session, idents)
+        unhold = partial(super().unhold, session, idents)
+        self._sooner_or_later(session.serial, m.Unhold(idents), unhold)
 
     def free(
         self, refs: Iterable[tuple[str, int, int]], by: tuple[SessionRecord, int] | None = None
@@ -95,29 +99,27 @@ class RecordedHolds(Holds):
         return super().free(refs)
 
     def lend(self, session: SessionRecord, ident: int, number: int) -> None:
-        self._record(session.serial, m.Lend(ident, number))
-        super().lend(session, ident, number)
+        lend = partial(super().lend, session, ident, number)
+        self._sooner_or_later(session.serial, m.Lend(ident, number), lend)
 
     def lend_all(self, session: SessionRecord, number: int) -> None:
-        self._record(session.serial, m.LendAll(number))
-        super().lend_all(session, number)
+        lend = partial(super().lend_all, session, number)
+        self._sooner_or_later(session.serial, m.LendAll(number), lend)
 
     def claim(self, session: SessionRecord, request: m.Claim) -> None:
-        self._record(session.serial, request)
-        super().claim(session, request)
+        self._sooner_or_later(session.serial, request, partial(super().claim, session, request))
 
     def contain(self, session: SessionRecord, request: m.Contain) -> None:
-        self._record(session.serial, request)
-        super().contain(session, request)
+        self._sooner_or_later(session.serial, request, partial(super().contain, session, request))
 
     def adopt(self, session: SessionRecord, number: int, pid: int = 0) -> None:
-        self._record(session.serial, m.Adopt(number, pid))
-        super().adopt(session, number, pid)
+        adopt = partial(super().adopt, session, number, pid)
+        self._sooner_or_later(session.serial, m.Adopt(number, pid), adopt)
 
     def end_due(self, sessions: Iterable[SessionRecord], tickets: Iterable[int]) -> None:
         sessions, tickets = list(sessions), list(tickets)
-        self._record_due([session.serial for session in sessions], tickets)
-        super().end_due(sessions, tickets)
+        end = partial(super().end_due, sessions, tickets)
+        self._record_due([session.serial for session in sessions], tickets, end)
 
     def answer(self, session: SessionRecord, request: Any) -> Any:
         """Execute a request that was recorded; what it gives."""

@@ -14,13 +14,16 @@ from typing import Any
 
 import msgspec
 
-from torchstore_core.errors import ProtocolError
+from torchstore_core.errors import ProtocolError, StoreFullError
 from torchstore_core.server.index.records import SessionRecord, Txn, Value
+from torchstore_core.server.keeping.log import SPARE, SPARE_OF_STEPS
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.repairing.backlog import Backlog, Entry, stored_values
 from torchstore_core.server.repairing.repairs import Copier, Repairs
 
 __all__ = ["RecordedRepairs"]
+
+_AGAIN_S = 1.0
 
 
 class _Begun(msgspec.Struct, array_like=True, tag=0):
@@ -56,11 +59,11 @@ class RecordedRepairs(Repairs):
     """:class:`Repairs`, of which everything is recorded that memory depends on.
 
     Args:
-        record: appends to the log.
+        record: appends to the log, see ``RecordedController._step``.
         args: of the class above.
     """
 
-    def __init__(self, record: Callable[[bytes], None], *args: Any) -> None:
+    def __init__(self, record: Callable[[bytes, int], None], *args: Any) -> None:
         super().__init__(*args)
         self._record = record
         self._repeats = False
@@ -70,7 +73,7 @@ class RecordedRepairs(Repairs):
 
     def drain(self, volume: VolumeRecord, *, draining: bool) -> None:
         if not self._repeats:
-            self._record(_encode(_Drained(volume.index, draining)))
+            self._record(_encode(_Drained(volume.index, draining)), SPARE)
         super().drain(volume, draining=draining)
 
     def _begin(self, copier: Copier, at: int, found: Sequence[tuple[Entry, int]]) -> None:
@@ -78,18 +81,34 @@ class RecordedRepairs(Repairs):
         places = [entry.value.places[0] for entry, _ in found]
         offsets = [offset for _, offset in found]
         serial = copier.session.serial
-        self._record(_encode(_Begun(serial, request.txn, request.lease, at, places, offsets)))
+        begun = _Begun(serial, request.txn, request.lease, at, places, offsets)
+        try:
+            self._record(_encode(begun), SPARE_OF_STEPS)
+        except StoreFullError as full:  # the log cannot grow: it is tried again
+            self._trouble = full.message
+            freed = [(offset, entry.value.nbytes) for entry, offset in found]
+            self._volumes[at].allocator.free(freed)
+            for entry, _ in reversed(found):
+                self.backlog.add(self.targets.entry(entry.key, entry.value), first=True)
+            self._back_off()
+            return
         super()._begin(copier, at, found)
 
     def _drop(self, leaving: Mapping[int, list[Value]]) -> None:
         if self._repeats:
             return
+        recorded: dict[int, list[Value]] = {}
         for at, values in leaving.items():
             places = [dict(value.places) for value in values]
             offsets = {there[at]: None for there in places if at in there and len(there) > 1}
-            if offsets:
-                self._record(_encode(_Dropped(at, list(offsets))))
-        super()._drop(leaving)
+            try:
+                if offsets:
+                    self._record(_encode(_Dropped(at, list(offsets))), SPARE_OF_STEPS)
+            except StoreFullError:  # the log cannot grow: they are looked for again
+                self._later(_AGAIN_S, self.look)
+            else:
+                recorded[at] = values
+        super()._drop(recorded)
 
     # ---- coming back ----------------------------------------------------------------------
 

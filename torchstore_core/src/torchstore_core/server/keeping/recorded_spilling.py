@@ -18,6 +18,7 @@ import msgspec
 
 from torchstore_core.errors import ProtocolError, StoreFullError
 from torchstore_core.server.index.records import Value
+from torchstore_core.server.keeping.log import SPARE_OF_STEPS
 from torchstore_core.server.spilling.delays import Delayed
 from torchstore_core.server.spilling.policy import State, Tracked
 from torchstore_core.server.spilling.spill_file import Extent
@@ -90,7 +91,8 @@ class RecordedSpilling(Spilling):
     store without a spill file records nothing: what it evicts depends only on its requests.
 
     Args:
-        record: appends to the log.
+        record: appends to the log, see ``RecordedController._step``. What raises because it cannot
+            be recorded is refused.
         next_step: the next record of that kind while the log is repeated, if it is one; it is taken
             if the argument says so.
         args: of the class above.
@@ -98,7 +100,7 @@ class RecordedSpilling(Spilling):
 
     def __init__(
         self,
-        record: Callable[[bytes], None],
+        record: Callable[[bytes, int], None],
         next_step: Callable[[bool], bytes | None],
         *args: Any,
     ) -> None:
@@ -122,7 +124,7 @@ class RecordedSpilling(Spilling):
             how = _DELAYED
             raise
         finally:
-            self._record(_encode(_Ended(how)))
+            self._record(_encode(_Ended(how)), 0)
         return bool(how)
 
     def leaves_room(self, nbytes: int) -> bool:
@@ -141,9 +143,9 @@ class RecordedSpilling(Spilling):
             if super().leaves_room(nbytes):
                 return True
         except Delayed:
-            self._record(_encode(_Left(_DELAYED)))
+            self._record(_encode(_Left(_DELAYED)), 0)
             raise
-        self._record(_encode(_Left(_NO)))
+        self._record(_encode(_Left(_NO)), 0)
         return False
 
     def _use_away(
@@ -159,7 +161,7 @@ class RecordedSpilling(Spilling):
             how = _DELAYED
             raise
         finally:
-            self._record(_encode(_Ended(how)))
+            self._record(_encode(_Ended(how)), 0)
 
     def _steps_again(self, mover: Mover) -> bool:
         """Do what was done for the request that is repeated.
@@ -193,7 +195,9 @@ class RecordedSpilling(Spilling):
         if not self._repeats:
             where = [one.extent for one in clean if one.extent is not None]
             numbers = [one.number for one in clean]
-            self._record(_encode(_Dropped(numbers, where, [one.sums for one in clean])))
+            self._record(
+                _encode(_Dropped(numbers, where, [one.sums for one in clean])), SPARE_OF_STEPS
+            )
         super()._drop(clean)
 
     def _drop_again(self, step: _Dropped) -> None:
@@ -204,17 +208,17 @@ class RecordedSpilling(Spilling):
 
     def _evict_these(self, found: Sequence[Tracked]) -> None:
         if found and self._mover is not None and not self._repeats:
-            self._record(_encode(_Evicted([one.number for one in found])))
+            self._record(_encode(_Evicted([one.number for one in found])), SPARE_OF_STEPS)
         super()._evict_these(found)
 
     def _begin_reading(self, values: Sequence[Tracked], mover: Mover) -> bool:
         if values:
-            self._record(_encode(_Reading([one.number for one in values])))
+            self._record(_encode(_Reading([one.number for one in values])), SPARE_OF_STEPS)
         return super()._begin_reading(values, mover)
 
     def _read_ended(self, tracked: Tracked) -> None:
         outcome = tracked.failure, tracked.is_damaged, tracked.content
-        self._record(_encode(_Read(tracked.number, *outcome)))
+        self._record(_encode(_Read(tracked.number, *outcome)), 0)
 
     def _track(self, value: Value, key: str, choice: int) -> None:
         super()._track(value, key, choice)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 
 import msgspec
 
-from torchstore_core.errors import StoreClosedError, TorchStoreError
+from torchstore_core.errors import StoreClosedError, StoreFullError, TorchStoreError
 from torchstore_core.machine.processes import ProcessWatch, started
 from torchstore_core.server.index.records import SessionRecord
 from torchstore_core.server.keeping.recorded import Opened, RecordedController
@@ -188,6 +188,8 @@ class Returning:
         if isinstance(request, m.Locate | m.Fetch):
             if request.lease in session.leases:  # the client never learned what it holds
                 controller.release(session, [request.lease], [])
+                if request.lease in session.leases:
+                    raise StoreFullError("the server's log is full; get this again later")
             return None
         number = number_of(request)
         known = controller.results.get(session.token, {})

@@ -199,7 +199,9 @@ class Conversation:
                 def close() -> None:
                     close_session(session)
                     # Only now: if the server dies before, the next life sees the same end.
-                    self._server.drop_connection(session)
+                    drop = functools.partial(self._server.drop_connection, session)
+                    if not self._server.controller.when_recorded(drop):
+                        drop()
 
                 self._server.handshakes.ended(session, close)
             else:
@@ -332,7 +334,7 @@ class Conversation:
         try:
             begin()
         except TorchStoreError as error:
-            self.send(m.Failure(first.id, error.code, error.message))
+            self.send(_failure(first, error))
             self.end()
 
     def _attach(self, attach: m.Attach) -> None:
@@ -380,7 +382,7 @@ class Conversation:
         try:
             self._hello(hello, controller)
         except TorchStoreError as error:
-            self.send(m.Failure(hello.id, error.code, error.message))
+            self.send(_failure(hello, error))
             self.end()
 
     def _answer_again(self, request: m.Repeatable, session: SessionRecord) -> m.Reply | None:
