@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 
 import pytest
 from tests.support import until
@@ -108,3 +109,66 @@ async def test_what_would_never_fit_into_the_buffer_is_refused_at_once(pair) -> 
     await until(lambda: refused)
     assert refused == ["frame of 65537 bytes is over the limit of 65536 of a liveness connection"]
     assert len(left(ours)) == HEADER
+
+
+class Late:
+    """What waits for room in the log."""
+
+    def __init__(self) -> None:
+        self.is_full = True
+        self._calls: deque[Callable[[], None]] = deque()
+
+    def when_recorded(self, call: Callable[[], None]) -> bool:
+        if self.is_full:
+            self._calls.append(call)
+        return self.is_full
+
+    def catch_up(self) -> None:
+        self.is_full = False
+        while self._calls:
+            self._calls.popleft()()
+
+
+async def test_one_that_is_not_recorded_yet_stays_and_no_other_is_read(pair) -> None:
+    ours, theirs = pair
+    heard: list[bytes] = []
+    late = Late()
+
+    def handle(body: bytes) -> bool:
+        heard.append(body)
+        return True
+
+    what = handle, lambda: None, lambda error: None, late.when_recorded
+    reader = KeptReader(ours, *what)
+    send(theirs, b"first", b"second")
+    reader.read()
+    reader._readable()
+    assert heard == [b"first"]
+    reader.read()  # whatever else may read again now
+    assert not reader._is_reading
+    assert left(ours)[HEADER:].startswith(b"first")
+    late.catch_up()
+    assert left(ours)[HEADER:] == b"second"
+    await until(lambda: heard == [b"first", b"second"], 10)
+    assert not left(ours)
+    reader.close()
+
+
+async def test_last_words_that_are_not_recorded_yet_stay(pair) -> None:
+    ours, theirs = pair
+    heard: list[bytes] = []
+    late = Late()
+    what = heard.append, lambda: None, lambda error: None, late.when_recorded
+    reader = KeptReader(ours, *what)
+    send(theirs, b"first", b"second", b"third")
+    reader.read()
+    reader._readable()
+    theirs.close()
+    all_of_it = left(ours)
+    reader.read_rest(heard.append)
+    reader.close()
+    assert heard == [b"first", b"second", b"third"]
+    assert left(ours) == all_of_it
+    late.catch_up()
+    assert not left(ours)
+    assert reader._sock.fileno() < 0

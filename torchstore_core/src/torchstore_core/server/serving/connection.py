@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 from torchstore_core.errors import ProtocolError
@@ -100,7 +101,7 @@ class Connection(ClientSocket):
             return
         self._transport.pause_reading()
         sock = self._transport.get_extra_info("socket")
-        what = self._heard, self._closed_by_client, self.unreadable
+        what = self._heard, self._closed_by_client, self.unreadable, self._when_recorded
         self._kept = KeptReader(sock, *what)
         self._kept.read()
 
@@ -111,6 +112,9 @@ class Connection(ClientSocket):
         else:
             self.received([body])
         return self.is_open and not self._paused
+
+    def _when_recorded(self, call: Callable[[], None]) -> bool:
+        return self._server.controller.when_recorded(call)
 
     def _closed_by_client(self) -> None:
         if not self.eof_received():
