@@ -6,7 +6,7 @@ hash of the inner one, so that a damaged manifest is noticed. The inner one is a
 
 from __future__ import annotations
 
-from math import prod
+import re
 
 import msgspec
 
@@ -20,6 +20,7 @@ from torchstore_snapshot.errors import (
 from torchstore_snapshot.format.hashes import BLOCK, BLOCK_OF_V1, HASH, digest_of
 from torchstore_snapshot.format.heads import Head, make_head
 from torchstore_snapshot.format.paths import MANIFEST, check_file_name
+from torchstore_snapshot.format.safetensors_files import DTYPES
 
 __all__ = [
     "FORMAT",
@@ -40,6 +41,9 @@ __all__ = [
 FORMAT = "torchstore-snapshot"
 #: The version that this package writes, and the newest that it reads.
 VERSION = 2
+# More ranks than any job has. What is listed by rank is as long.
+_MOST_RANKS = 1 << 17
+_CODECS = ("msgpack", "pickle")
 
 
 class DataFile(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -176,7 +180,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
         created: when it was committed, in seconds since the epoch.
         sequence: how many snapshots beside it, in the order of their commits, came before it, and
             one more; 0 if it was written by a version of this package that did not count.
-        world_size: how many ranks took part.
+        world_size: how many ranks took part, up to 131,072.
         files: all data files.
         shared: what all ranks have in common: sharded and replicated tensors, and everything of
             which all ranks had an equal value.
@@ -290,6 +294,13 @@ def decode(data: bytes, path: str) -> Manifest:
 
 
 def _check(manifest: Manifest, path: str) -> None:
+    ranks = manifest.world_size
+    if not 0 < ranks <= _MOST_RANKS or len(manifest.own) not in (0, ranks):
+        raise SnapshotFormatError(
+            f"the manifest of {path!r} contradicts itself: it names {ranks} ranks, and the values "
+            f"of {len(manifest.own)}",
+            details={"path": path, "file": MANIFEST},
+        )
     for file in manifest.files:
         check_file_name(file.name, path)
         if file.snapshot:
@@ -305,7 +316,8 @@ def _check(manifest: Manifest, path: str) -> None:
                 if isinstance(entry, TensorEntry):
                     fits = _consistent(entry) and all(_inside(p, manifest) for p in entry.pieces)
                 else:
-                    fits = entry.piece is None or _inside(entry.piece, manifest)
+                    fits = entry.codec in _CODECS
+                    fits &= entry.piece is None or _inside(entry.piece, manifest)
                 if not fits:
                     raise SnapshotFormatError(
                         f"the manifest of {path!r} contradicts itself about {key + '/' + name!r}",
@@ -327,22 +339,40 @@ def _inside(piece: Piece, manifest: Manifest) -> bool:
 
 
 def _consistent(entry: TensorEntry) -> bool:
-    """Whether the pieces lie in the tensor and add up to it, all with elements of one size."""
-    ndim = len(entry.shape)
-    if min(entry.shape, default=0) < 0:
+    """Whether the pieces lie in the tensor and cover it, all with elements of one size, which is
+    that of the dtype if it is known here.
+    """
+    shape = entry.shape
+    if min(shape, default=0) < 0:
         return False
-    total = 0
+    sizes = {size} if (size := _SIZES.get(entry.dtype)) else set()
+    found: list[boxes.Box] = []
     for piece in entry.pieces:
-        numel = prod(entry.shape)
-        if piece.slice is not None:
-            offset, shape = piece.slice.offsets, piece.slice.local_shape
-            if not len(offset) == len(shape) == ndim or any(
+        if (where := piece.slice) is None:
+            box = boxes.whole(shape)
+        else:
+            if not len(where.offsets) == len(where.local_shape) == len(shape) or any(
                 o < 0 or n < 0 or o + n > g
-                for o, n, g in zip(offset, shape, entry.shape, strict=True)
+                for o, n, g in zip(where.offsets, where.local_shape, shape, strict=True)
             ):
                 return False
-            numel = prod(shape)
-        if numel and piece.nbytes % numel:
+            box = boxes.Box(where.offsets, where.local_shape)
+        if piece.nbytes % (box.numel or 1) or (box.is_empty and piece.nbytes):
             return False
-        total += numel
-    return total >= prod(entry.shape)
+        if not box.is_empty:
+            sizes.add(piece.nbytes // box.numel)
+        found.append(box)
+    return len(sizes - {0}) == len(sizes) <= 1 and boxes.covers(boxes.whole(shape), found)
+
+
+def _size_of(dtype: str) -> int:
+    """Return the bytes of an element, which the name of its dtype tells.
+
+    >>> [_size_of(name) for name in ("bool", "bfloat16", "float8_e5m2", "complex64")]
+    [1, 2, 1, 8]
+    """
+    bits = re.search(r"\d+", dtype)
+    return 1 if bits is None else int(bits[0]) // 8
+
+
+_SIZES = {dtype: _size_of(dtype) for dtype in (*DTYPES, "complex32", "complex128")}
