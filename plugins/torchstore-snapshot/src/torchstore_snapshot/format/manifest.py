@@ -7,6 +7,7 @@ hash of the inner one, so that a damaged manifest is noticed. The inner one is a
 from __future__ import annotations
 
 import re
+from math import prod
 
 import msgspec
 
@@ -345,7 +346,10 @@ def _consistent(entry: TensorEntry) -> bool:
     shape = entry.shape
     if min(shape, default=0) < 0:
         return False
-    sizes = {size} if (size := _SIZES.get(entry.dtype)) else set()
+    size = _SIZES.get(entry.dtype, 0)
+    if size and len(entry.pieces) == 1 and entry.pieces[0].slice is None:  # nearly all are
+        return entry.pieces[0].nbytes == prod(shape) * size
+    sizes = {size} if size else set()
     found: list[boxes.Box] = []
     for piece in entry.pieces:
         if (where := piece.slice) is None:
