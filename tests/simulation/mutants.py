@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from torchstore_core.errors import StoreFullError
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.catalog import Catalog
 from torchstore_core.server.index.collective.generations import Generation
@@ -18,7 +20,8 @@ from torchstore_core.server.index.gone.evictions import Evictions
 from torchstore_core.server.index.records import Manifest, SessionRecord, Txn, Value
 from torchstore_core.server.index.references.holds import Holds
 from torchstore_core.server.index.timelines import Branch, Timelines
-from torchstore_core.server.keeping.log import Log
+from torchstore_core.server.keeping.log import SPARE, Log
+from torchstore_core.server.keeping.recorded import RecordedController
 from torchstore_core.server.keeping.recorded_spilling import RecordedSpilling
 from torchstore_core.server.keeping.returning import Returning
 from torchstore_core.server.memory.detached_sessions import DetachedSessions
@@ -328,6 +331,43 @@ def _forgets_what_it_could_not_write(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Mover, "_written", ignoring)
 
 
+def _does_what_it_cannot_record(patch: pytest.MonkeyPatch) -> None:
+    """What cannot be refused is done at once, also if the log has no room for it."""
+
+    def at_once(
+        self: RecordedController, kind: int, serial: int, body: bytes, do: Callable[[], None]
+    ) -> None:
+        with contextlib.suppress(StoreFullError):
+            self.log.append(kind, serial, body)
+        do()
+
+    patch.setattr(RecordedController, "_sooner_or_later", at_once)
+
+
+def _forgets_what_waits_for_room(patch: pytest.MonkeyPatch) -> None:
+    """What cannot be refused, and finds no room in the log, is forgotten."""
+
+    def never(self: RecordedController) -> None:
+        self._late.clear()
+
+    patch.setattr(RecordedController, "_catch_up", never)
+
+
+def _answers_what_it_cannot_record(patch: pytest.MonkeyPatch) -> None:
+    """A put is executed and answered though the log has no room for it."""
+
+    def append(self: RecordedController, kind: int, serial: int, body: bytes) -> None:
+        with contextlib.suppress(StoreFullError):
+            self.log.append(kind, serial, body, SPARE)
+
+    patch.setattr(RecordedController, "_append", append)
+
+
+def _takes_out_what_waits_for_room(patch: pytest.MonkeyPatch) -> None:
+    """What waits for room in the log is taken out of the kernel's buffer, as if it were there."""
+    patch.setattr(RecordedController, "when_recorded", lambda self, call: False)
+
+
 #: By what it does wrong.
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "drops a lease one message early": _drops_a_lease_early,
@@ -360,4 +400,8 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "hears twice the last words of a client that has left": _hears_last_words_twice,
     "forgets in a new log what it could not answer yet": _forgets_unsent_answers,
     "forgets what its disk could not write": _forgets_what_it_could_not_write,
+    "does what its log has no room for": _does_what_it_cannot_record,
+    "forgets what waits for room in its log": _forgets_what_waits_for_room,
+    "answers what its log has no room for": _answers_what_it_cannot_record,
+    "takes out of the kernel's buffer what is not in its log": _takes_out_what_waits_for_room,
 }

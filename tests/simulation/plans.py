@@ -7,7 +7,10 @@ import random
 import msgspec
 from msgspec.structs import replace
 
-__all__ = ["KEPT", "ROOMY", "Fault", "Operation", "Plan", "plan_of"]
+__all__ = ["CHOKED", "KEPT", "ROOMY", "Fault", "Operation", "Plan", "plan_of"]
+
+#: From this seed on, the log of a server cannot grow for a while.
+CHOKED = 1_000_000_000
 
 KEYS = ("a", "b", "c")
 _MORE_KEYS = (*KEYS, "d", "e", "f")
@@ -76,15 +79,17 @@ class Fault(msgspec.Struct, frozen=True, eq=False):
     Args:
         number: of the fault, in its plan.
         kind: crash, cut, cancel, sever; lose is of a volume, kill of the server,
-            compact writes its log anew, and fill and fail are of the disk.
+            compact writes its log anew, choke keeps it from growing, and fill and fail are of the
+            disk.
         client: to whom; or to which volume.
         after: at which step, unless a recorded schedule says when.
         keep: how many messages under way still arrive. A server is killed when it has recorded so
-            many requests more; 0: at once. A disk is full for so many writes.
+            many requests more; 0: at once. A disk is full for so many writes. A log cannot grow for
+            so many turns.
         broken: whether those count as last words, see ``Conversation.hear_last``. A server is
             killed when it has handled a message of a connection that is kept, but not yet taken it
             out of the kernel's buffer; and connections that it has accepted and not yet read are
-            lost.
+            lost. A log that cannot grow has little left of what it keeps.
     """
 
     number: int
@@ -135,8 +140,30 @@ class Plan(msgspec.Struct, frozen=True):
         return sum(map(len, self.scripts)) + len(self.faults)
 
 
-def plan_of(source: random.Random) -> Plan:
-    """What a seed makes happen."""
+def plan_of(source: random.Random, seed: int = 0) -> Plan:
+    """What a seed makes happen; the numbers are taken from ``source``."""
+    number = _peek(source)
+    plan = _plan_of(source)
+    if seed < CHOKED or plan.relayed or any(fault.kind == "lose" for fault in plan.faults):
+        return plan
+    return _with_chokes(plan, random.Random(number + 2))
+
+
+def _with_chokes(plan: Plan, source: random.Random) -> Plan:
+    """The log cannot grow for a while, and the server may be killed meanwhile."""
+    pick = source.choice
+    steps = 8 * sum(map(len, plan.scripts))
+    faults = list(plan.faults)
+    for number in range(len(faults) + 1, len(faults) + 1 + pick((1, 2, 3))):
+        at, turns = source.randint(5, steps), pick((1, 2, 3, 5, 9, 10, 11))
+        faults.append(Fault(number, "choke", 0, at, turns, source.random() < 0.8))
+        if not plan.kept and source.random() < 0.3:
+            after = at + source.randint(1, 40)
+            faults.append(Fault(number + 100, "kill", 0, after, 0, source.random() < 0.3))
+    return replace(plan, faults=tuple(sorted(faults, key=_after)), kept=True)
+
+
+def _plan_of(source: random.Random) -> Plan:
     # From numbers of their own: so the other plans are what they would be without these.
     own = random.Random(~_peek(source))
     pages = own.choice((1, 2, 3, 6, 50)) if own.random() < 0.12 else 0

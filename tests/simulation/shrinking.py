@@ -45,7 +45,7 @@ def find(
         ended: is told of a run that finds nothing.
     """
     source = random.Random(seed)
-    plan = plan_of(source)
+    plan = plan_of(source, seed)
     world = World(plan, Schedule(source))
     try:
         world.run()

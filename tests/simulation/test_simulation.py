@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from functools import partial
 
 import pytest
+from tests.simulation.plans import CHOKED
 from tests.simulation.shrinking import find, told
 from tests.simulation.world import World, run_seed
 
@@ -62,9 +63,28 @@ def test_seeds_that_have_found_something() -> None:
     look([211071, 244446, 254317])
 
 
+def test_logs_that_cannot_grow() -> None:
+    """For a while, with little left of what they keep for what cannot be refused."""
+    seen: Counter[str] = Counter()
+    for seed in range(CHOKED, CHOKED + 400):
+        if (found := find(seed, ended=partial(count, seen))) is not None:
+            pytest.fail(told(found), pytrace=False)
+    for what in (
+        *("choked", "get: store-full", "put: store-full", "publish: store-full"),
+        *("object: store-full", "hold: store-full", "delete: store-full", "free: store-full"),
+        *("the server was killed", "written", "child", "torchstore-spill", "died", "exit"),
+    ):
+        assert seen[what], f"{what}: never seen, but {seen}"
+
+
 @pytest.mark.soak
 def test_many_seeds() -> None:
     look(range(2000, 100_000))
+
+
+@pytest.mark.soak
+def test_many_logs_that_cannot_grow() -> None:
+    look(range(CHOKED + 400, CHOKED + 20_000))
 
 
 def digests(hash_seed: int, seeds: int) -> list[str]:

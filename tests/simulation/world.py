@@ -284,6 +284,10 @@ class World:
         if fault.kind == "fail":
             self._fail_disk(fault.keep)
             return
+        if fault.kind == "choke":
+            self.tell("the log cannot grow")
+            self.lives.choke(fault)
+            return
         if fault.kind == "compact":
             self.tell("the log is written anew")
             self.lives.write_anew(fault)
@@ -340,6 +344,6 @@ def run_seed(seed: int) -> World:
         Violation: as :meth:`World.run`.
     """
     source = random.Random(seed)
-    world = World(plan_of(source), Schedule(source))
+    world = World(plan_of(source, seed), Schedule(source))
     world.run()
     return world

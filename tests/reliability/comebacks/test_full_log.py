@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import resource
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -129,3 +130,24 @@ async def test_another_client_is_refused_and_comes_later(store: ts.Client) -> No
     assert await join(store.address) == ""
     assert await ts.get("other") == 1
     await check(there)
+
+
+async def test_a_child_whose_session_is_refused_leaves_nothing(store: ts.Client) -> None:
+    """It inherits no references, but what it would have had ends with those of its parent."""
+    ref = await ts.put_object([1, 2])
+    pid = (await ts.status()).controller_pid
+    with no_longer_files(pid):
+        await put_until_refused()
+        child = os.fork()
+        if not child:
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert await ts.get(ref) == [1, 2]
+    await ts.put("again", 1)
+    del ref
+    gc.collect()
+    await until(no_refs)
+
+
+async def no_refs() -> bool:
+    return not await ts.refs()

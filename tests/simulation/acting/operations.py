@@ -143,7 +143,10 @@ def putting(
                 yield from _write(task, holder, grant, value)
         del writers[holder]
         task.call.sent = True
-        task.conclude((yield m.Commit(client.number(), txn)))
+        reply = yield m.Commit(client.number(), txn)
+        task.conclude(reply)
+        if type(reply) is m.Failure and reply.code == "store-full":  # its log was
+            task.connection.send(m.Abort([txn]))
     except (Cancelled, Closed) as error:
         writers.pop(holder, None)
         task.give_up(error)

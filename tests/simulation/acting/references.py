@@ -237,7 +237,8 @@ class _Child:
 
     def answered(self, connection: Connection, reply: m.Message) -> None:
         """It reads the answer to its hello, if any, and nothing else."""
-        self._fork()
+        if type(reply) is not m.Failure:  # it is not let in, and tries again
+            self._fork()
 
     def came_back(self, welcome: m.Welcome) -> None:
         """What it is told without having asked answers its hello, if anything does."""

@@ -52,6 +52,7 @@ class Lasting(Direct):
         self._is_first = False
         self._unsent: deque[tuple[m.Message | None, int]] = deque()  # answers, as in `_down`
         self._is_stalled = False  # because there were some
+        self._untaken: deque[Sent] = deque()  # what is handled, and waits for room in the log
         self._is_closing = False  # the server does, for whatever reason
         self._asked: dict[int, tuple[m.Message, Call | None]] = {}
         self._postponed: list[tuple[m.Message, Call | None]] = []
@@ -187,9 +188,28 @@ class Lasting(Direct):
         else:
             self._conversation.handle(sent.body)
         world.lives.handled()
-        self._take_out()
+        self._take_out_when_recorded()
+
+    def _take_out_when_recorded(self) -> None:
+        """Take out a message that was handled; nothing else is read until it can be."""
+        if not self._world.lives.when_recorded(self._recorded):
+            self._take_out()
+        else:
+            self._untaken.append(self._up[len(self._untaken)])
+            self._world.schedule.disable(self._arrive)
+
+    def _recorded(self) -> None:
+        if self._untaken:
+            one = self._untaken.popleft()
+            if self._up and self._up[0] is one:  # its client may have lost it
+                self._take_out()
+            if self._up and not self._untaken:
+                self._world.schedule.enable(self._arrive)
 
     def _up_arrives(self) -> None:
+        if self._untaken:
+            self._world.schedule.disable(self._arrive)
+            return
         if self._is_stalled:
             if not self.closed:
                 self._world.schedule.disable(self._arrive)
@@ -249,7 +269,8 @@ class Lasting(Direct):
         if self.is_kept:
             self._put_back(left[0])
         super()._breaks(left)
-        self._forget_sent()
+        if not (self._untaken and self._world.lives.when_recorded(self._forget_sent)):
+            self._forget_sent()
         self._not_kept()
 
     def _hear_last(self, body: bytes) -> None:
@@ -259,7 +280,7 @@ class Lasting(Direct):
         else:
             super()._hear_last(body)
         if self.is_kept:
-            self._take_out()
+            self._take_out_when_recorded()
 
     def _forget_sent(self) -> None:
         """Nobody reads any more what was sent."""
@@ -280,6 +301,7 @@ class Lasting(Direct):
     def go_on(self, session: SessionRecord, *, is_there: bool) -> None:
         """It is the liveness connection of a session, as before."""
         self._forget_handled()
+        self._untaken.clear()
         self._goes_on()
         self._is_first = True
         if self._ended:  # whoever reads it is told so again

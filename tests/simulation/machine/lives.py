@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,7 +15,7 @@ from tests.simulation.promises.states import OF_A_LIFE, state_of
 from tests.simulation.promises.violations import Violation
 
 from torchstore_core.server.keeping.link import KeeperLink
-from torchstore_core.server.keeping.log import Log
+from torchstore_core.server.keeping.log import SPARE, Log
 from torchstore_core.server.keeping.recorded import RecordedController
 from torchstore_core.server.server import Server
 from torchstore_core.server.spilling.spilling import Spilling
@@ -55,16 +57,36 @@ class _Log(Log):
     Attributes:
         left: after how many more records it is killed; 0: it is not.
         is_over: it is dead, and writes nothing any more.
+        most: where its memory ends, because the system has no more; 0: it has.
     """
 
     left = 0
     is_over = False
+    most = 0
 
     def append(self, kind: int, session: int, body: bytes | bytearray, spare: int = 0) -> None:
         if self.is_over:
             return
         super().append(kind, session, body, spare)
         self.count()
+
+    def choke(self, end: int) -> None:
+        """From now on it has no more memory than up to here; 0: it has."""
+        self.most = end
+        if end:
+            self._is_ready_to(min(self._ready, end))
+
+    def make_ready(self) -> None:
+        if not self._memory.closed:  # another one has taken its place, and did so at once
+            super().make_ready()
+
+    def _provide(self, end: int) -> None:
+        if not self.most:
+            super()._provide(end)
+        elif end > self.most:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        else:
+            self._is_ready_to(end)
 
     def count(self) -> None:
         """It has done something that outlives it.
@@ -135,6 +157,8 @@ class Lives:
         self._spilling: Spilling | None = None
         self._accepts = False  # connections of which nothing was read are lost, too
         self._after_a_message = self._is_writing = False
+        self._most = 0  # where the log's memory ends
+        self._chokes = 0  # how many of these last
 
     def begin(self) -> None:
         """The next life."""
@@ -146,6 +170,7 @@ class Lives:
         self._spilling = self.server.controller.spilling
         if link is not None:
             self._log = self.controller.log  # type: ignore[assignment]
+            link.opened.choke(self._most)  # type: ignore[union-attr]
             self._take(link)
 
     @property
@@ -202,7 +227,7 @@ class Lives:
         ``Compaction``, whose child does this.
         """
         old = self._log
-        if old is None or self._is_writing:
+        if old is None or self._is_writing or self._most:
             return
         self._is_writing = True
         new, mark, life = _Log(), old.end, self._life
@@ -210,7 +235,7 @@ class Lives:
 
         def written() -> None:
             self._is_writing = False
-            if life != self._life:  # its server is dead
+            if life != self._life or self._most:  # its server is dead, or has no memory for it
                 new.close()
                 return
             new.refresh()
@@ -222,6 +247,39 @@ class Lives:
             old.close()
 
         self._world.once(("written", fault.number), written)
+
+    def choke(self, fault: Fault) -> None:
+        """The system has no more memory for the log, for so many turns; and the log has little left
+        of what is kept for what cannot be refused, or all of it.
+        """
+        if self._log is None:
+            return
+        left = (0, 40, 120)[fault.keep % 3] if fault.broken else SPARE + 200
+        if not self._most:
+            self._most = self._log.end + left
+            self._log.choke(self._most)
+        self._chokes += 1
+        turns = fault.keep
+
+        def turn() -> None:
+            nonlocal turns
+            turns -= 1
+            if turns > 0:
+                self._world.once(("choked", fault.number, turns), turn)
+                return
+            self._chokes -= 1
+            if not self._chokes and self._log is not None:
+                self._world.tell("the log can grow again")
+                self._world.touched = True
+                self._most = 0
+                self._log.choke(0)
+                self.controller.catch_up()
+
+        self._world.once(("choked", fault.number, turns), turn)
+
+    def when_recorded(self, call: Callable[[], None]) -> bool:
+        """See ``Controller.when_recorded``."""
+        return self.server.controller.when_recorded(call)
 
     def spare(self) -> None:
         """It is not killed any more."""

@@ -368,13 +368,18 @@ def _await_welcome(sock: socket.socket) -> None:
     """Wait for the answer to a hello.
 
     Raises:
-        OSError: there was none.
+        OSError: there was none, or no session: the server's log may be full.
     """
+    from torchstore_core.wire.framing import decode_reply  # which is made when it is imported
+
     sock.settimeout(_RETURN_S)
     reader = FrameReader(m.MAX_FRAME)
-    while not reader.feed(data := sock.recv(_RECEIVE)):
+    while not (bodies := reader.feed(data := sock.recv(_RECEIVE))):
         if not data:
             raise ConnectionResetError("the server has closed the connection")
+    answer = decode_reply(bodies[0])
+    if isinstance(answer, m.Failure):
+        raise ConnectionRefusedError(answer.message)
     sock.settimeout(None)
 
 
