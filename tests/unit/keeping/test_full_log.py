@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from tests.simulation.promises.states import state_of
+from tests.support import until
 from tests.unit.keeping.test_coming_back import HERE, facts, inline, singleton, volumes
 from tests.unit.server.test_controller import META
 
@@ -32,10 +33,10 @@ TIMES = ("created", "closed", "since")
 
 
 @contextmanager
-def no_longer_files() -> Iterator[None]:
-    """The system makes no file longer than 512 KiB: a log of 1 MiB cannot grow, nor be made."""
+def no_longer_files(most: int = 512 * KIB) -> Iterator[None]:
+    """The system makes no file longer than that: a log of 1 MiB cannot grow, nor be made."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (512 * KIB, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
     try:
         yield
     finally:
@@ -212,6 +213,27 @@ async def test_a_log_that_cannot_be_written_anew_stays(store: Store) -> None:
     assert store.controller.catch_up()
     store.put("new", 1)
     store.check()
+    compaction.close()
+
+
+async def test_a_state_that_is_shorter_than_its_log_makes_room(store: Store) -> None:
+    """Although the log that there is cannot grow."""
+    compaction = Compaction(store.controller, lambda fd: None)
+    lease = next(store.numbers)
+    with no_longer_files(4096 * KIB):
+        store.fill_the_log()
+        store.use_the_spare()
+        store.controller.release(store.session, [lease], [], remember=True)
+        compaction.look()
+        assert compaction.is_running
+        await until(lambda: not compaction.is_running, 20)
+        assert store.controller.log is not store.log
+        store.log = store.controller.log
+        compaction.look()  # as it is called once a second
+        assert store.controller.catch_up()
+        assert lease in store.session.ended_early
+        store.put("new", 1)
+        store.check()
     compaction.close()
 
 
