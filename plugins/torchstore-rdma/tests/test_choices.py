@@ -9,13 +9,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from torchstore_core.contracts.transport import Bid, LinkContext, Refusal
+from torchstore_core.contracts.transport import Bid, LinkContext, Refusal, ServerContext
 from torchstore_core.errors import TransportUnavailableError
-from torchstore_core.machine.networks import BIND
+from torchstore_core.machine.networks import BIND, Network
 from torchstore_core.machine.topology import probe
 from torchstore_rdma import fabric
 from torchstore_rdma.fabric import Place
 from torchstore_rdma.plugin import Offer, torchstore_transport, version
+from torchstore_rdma.server import RdmaServer
 
 from .pairs import Memory, needs_nixl, pair
 
@@ -121,6 +122,22 @@ def test_an_address_that_the_user_has_chosen(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv(BIND, "127.0.0.1,192.0.2.77")
     with pytest.raises(TransportUnavailableError, match=r"192\.0\.2\.77"):
         fabric.here(())
+
+
+async def test_addresses_that_the_engine_has_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's words are stronger, and within a host nobody listens at them."""
+    told = (Network("eth7", "192.0.2.77", 24), Network("lo", "127.0.0.1", 8))
+    elsewhere = Place("there", ("192.0.2.78",), ())
+    server = RdmaServer()
+    await server.start(ServerContext("store", "volume", "", probe(), told), [])
+    place = server._place()
+    assert (place.addresses, place.told) == (("127.0.0.1",), True)  # what is not here is left out
+    assert fabric.options(place, elsewhere, {}) == {"engine_config": "NET_DEVICES=lo"}
+    other = msgspec.structs.replace(place, addresses=("192.0.2.77",))
+    assert fabric.options(other, fabric.here(()), {}) == {"engine_config": "NET_DEVICES=lo"}
+    assert fabric.options(other, elsewhere, {}) == {}
+    monkeypatch.setenv(BIND, "127.0.0.1")
+    assert (server._place().chosen, server._place().told) == (True, False)
 
 
 @needs_nixl

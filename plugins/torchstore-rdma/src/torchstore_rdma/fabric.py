@@ -11,6 +11,7 @@ from torchstore_core.errors import ConfigurationError, TransportUnavailableError
 from torchstore_core.machine.networks import (
     BIND,
     LOOPBACK,
+    Network,
     bound,
     local_address_to,
     namespace_id,
@@ -35,16 +36,21 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
         addresses: IPv4 addresses at which other hosts may reach it.
         rdma_devices: names of its InfiniBand and RoCE devices.
         chosen: the user has chosen the addresses.
+        told: the engine has told them; see ``ServerContext.told``.
     """
 
     network: str
     addresses: tuple[str, ...]
     rdma_devices: tuple[str, ...]
     chosen: bool = False
+    told: bool = False
 
 
-def here(rdma_devices: Sequence[str]) -> Place:
+def here(rdma_devices: Sequence[str], told: Sequence[Network] = ()) -> Place:
     """Where this process runs.
+
+    Args:
+        told: see ``ServerContext``.
 
     Raises:
         TransportUnavailableError: this host has no address that ``TORCHSTORE_BIND`` names.
@@ -55,8 +61,10 @@ def here(rdma_devices: Sequence[str]) -> Place:
     for address in chosen:
         if address not in interfaces:
             raise TransportUnavailableError(f"{BIND}: this host has no IPv4 address {address}")
+    known = [] if chosen else [one.address for one in told if one.address in interfaces]
     others = [address for address, name in interfaces.items() if name != "lo"]
-    return Place(namespace_id(), tuple(chosen or others), tuple(rdma_devices), chosen=bool(chosen))
+    addresses = tuple(chosen or known or others)
+    return Place(namespace_id(), addresses, tuple(rdma_devices), bool(chosen), bool(known))
 
 
 def options(own: Place, peer: Place, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -102,6 +110,8 @@ def _interface(own: Place, peer: Place) -> str:
     if own.network and own.network == peer.network:
         # The peer's user may have chosen an address; both must be on that interface then.
         return interfaces.get(peer.addresses[0], "lo") if peer.chosen else "lo"
+    if own.told:
+        return interfaces.get(own.addresses[0], "")
     for address in peer.addresses:
         source = local_address_to(address)
         if source is not None and source in interfaces:

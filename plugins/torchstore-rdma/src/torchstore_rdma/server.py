@@ -20,6 +20,7 @@ import msgspec
 
 from torchstore_core.contracts.transport import Segment, ServerContext, TransportServer
 from torchstore_core.errors import TransportError, TransportNotReadyError
+from torchstore_core.machine.networks import Network
 from torchstore_core.machine.sockets.listeners import refuse_all
 from torchstore_core.machine.virtual_memory import map_shared, unmap
 from torchstore_rdma import fabric
@@ -92,6 +93,7 @@ class RdmaServer(TransportServer):
     def __init__(self) -> None:
         self._segments: Sequence[Segment] = ()
         self._rdma_devices: tuple[str, ...] = ()
+        self._told: tuple[Network, ...] = ()
         self._pins = False
         self._connections: dict[tuple[bytes, str], _Connection] = {}
         # By client; each lives as long as somebody holds it or waits for it.
@@ -106,7 +108,7 @@ class RdmaServer(TransportServer):
 
     async def start(self, context: ServerContext, segments: Sequence[Segment]) -> bytes:
         self._segments = segments
-        self._rdma_devices = context.topology.rdma_devices
+        self._rdma_devices, self._told = context.topology.rdma_devices, context.told
         self._pins = fabric.pins(self._rdma_devices, context.topology.cuda_devices)
         self._place()  # refuses what cannot be
         # The library takes 30 MB, and is loaded for the first client.
@@ -157,7 +159,7 @@ class RdmaServer(TransportServer):
         await self._end(list(self._connections))
 
     def _place(self) -> fabric.Place:
-        return fabric.here(self._rdma_devices)
+        return fabric.here(self._rdma_devices, self._told)
 
     async def _welcome(self, peer: bytes, hello: Hello) -> Welcome:
         if self._closed:
