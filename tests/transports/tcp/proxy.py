@@ -24,7 +24,7 @@ class Proxy:
         delay_s: how long every byte takes to arrive.
         open: while it is not set, nothing is forwarded.
         flip_after: damage one byte after so many bytes from the client (``up``) or to it.
-        forwarded: bytes so far, from the client and to it.
+        forwarded: bytes so far that were handed on, from the client and to it.
         seen: these bytes, where somebody wants them.
 
     Args:
@@ -39,6 +39,7 @@ class Proxy:
         self.open.set()
         self.flip_after: dict[str, int] = {}
         self.forwarded = {"up": 0, "down": 0}
+        self._received = {"up": 0, "down": 0}
         self.seen: dict[str, bytearray] | None = None
         self._target: Endpoint = ("", 0)
         self._sockets: list[socket.socket] = []
@@ -100,7 +101,7 @@ class Proxy:
             for way, source, target in (("up", client, volume), ("down", volume, client)):
                 pipe: queue.Queue[tuple[float, bytes]] = queue.Queue(512)
                 self._start(self._receive, way, source, pipe)
-                self._start(self._send, source, target, pipe)
+                self._start(self._send, way, source, target, pipe)
 
     def _receive(
         self, way: str, source: socket.socket, pipe: queue.Queue[tuple[float, bytes]]
@@ -114,17 +115,18 @@ class Proxy:
             self.open.wait()
             with self._counting:
                 at = self.flip_after.get(way)
-                if at is not None and self.forwarded[way] <= at < self.forwarded[way] + len(data):
+                if at is not None and self._received[way] <= at < self._received[way] + len(data):
                     damaged = bytearray(data)
-                    damaged[at - self.forwarded[way]] ^= 0x10
+                    damaged[at - self._received[way]] ^= 0x10
                     data = bytes(damaged)
-                self.forwarded[way] += len(data)
+                self._received[way] += len(data)
             if self.seen is not None:
                 self.seen[way] += data
             pipe.put((time.monotonic() + self.delay_s, data))
 
     def _send(
         self,
+        way: str,
         source: socket.socket,
         target: socket.socket,
         pipe: queue.Queue[tuple[float, bytes]],
@@ -133,6 +135,7 @@ class Proxy:
         while True:
             due, data = pipe.get()
             time.sleep(max(0.0, due - time.monotonic()))
+            self.open.wait()
             if not data:
                 break
             if not broken:
@@ -142,6 +145,9 @@ class Proxy:
                     broken = True
                     with contextlib.suppress(OSError):
                         source.shutdown(socket.SHUT_RDWR)
+                else:
+                    with self._counting:
+                        self.forwarded[way] += len(data)
         with contextlib.suppress(OSError):
             target.shutdown(socket.SHUT_WR)
 

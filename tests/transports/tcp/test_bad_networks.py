@@ -51,10 +51,12 @@ async def test_a_cut_is_an_error_that_says_what_has_arrived(write: bool, streams
             if not write:
                 there.memory[: 200 * MB] = data
             copies = [Copy(local.address + i * MB, 7, i * MB, MB) for i in range(200)]
+            idle, answered = link.progress(), proxy.forwarded["down"]
             moving = asyncio.ensure_future((link.write if write else link.read)(copies))
-            way = "up" if write else "down"
             # Before one stream has sent so much ahead that it waits for an answer.
-            await until(lambda: proxy.forwarded[way] > (40 if streams == 1 else 60) * MB, 20)
+            most = (40 if streams == 1 else 60) * MB
+            await until(lambda: link.progress() > idle + most, 20)
+            await until(lambda: proxy.forwarded["down"] > answered, 20)
             proxy.open.clear()
             proxy.cut()
             proxy.open.set()
