@@ -69,15 +69,28 @@ async def until(predicate: Callable[[], Awaitable[Any] | Any], timeout: float = 
         await asyncio.sleep(min(max(_POLL_S, 2 * (now - begun)), _LONGEST_POLL_S))
 
 
+def children(pid: int | None = None) -> set[int]:
+    """The processes that a process (None: this one) has started and not waited for."""
+    found: set[int] = set()
+    for task in Path(f"/proc/{pid or os.getpid()}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread just ended
+            found |= set(map(int, (task / "children").read_text().split()))
+    return found
+
+
+def commands(name: bytes, pids: Iterable[int]) -> set[int]:
+    """Those of the processes that run, and whose command line contains ``name``."""
+    found: set[int] = set()
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it just ended
+            if name in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.add(pid)
+    return found
+
+
 def server_children() -> set[int]:
     """The servers that this process has started and that still run."""
-    found: set[int] = set()
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread just ended
-            for pid in map(int, (task / "children").read_text().split()):
-                if b"torchstore_core.server" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    found.add(pid)
-    return found
+    return commands(b"torchstore_core.server", children())
 
 
 async def halt(pid: int) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.support import until
+from tests.support import children, commands, until
 from tests.transports.mailbox import GATE, Letter
 
 import torchstore_core as ts
@@ -211,7 +211,6 @@ async def test_a_process_that_starts_ends_with_its_volume() -> None:
         assert not _children() - before
 
 
-def _children() -> set[str]:
-    """Of this process's main thread, that run this module's processes."""
-    pids = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return {pid for pid in pids if b"memory.isolated" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+def _children() -> set[int]:
+    """Those of this process that run isolated halves."""
+    return commands(b"memory.isolated", children())

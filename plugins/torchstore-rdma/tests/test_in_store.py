@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.processes import Script, run_script
-from tests.support import bits, running_store, until
+from tests.support import bits, commands, running_store, until
 from tests.transports.faults.frozen import frozen, newest_thread
 
 import torchstore_core as ts
@@ -155,7 +155,7 @@ async def _nothing_unfinished(client: ts.Client) -> bool:
 async def test_the_server_half_is_killed_in_the_middle() -> None:
     async with running_store(**_RDMA) as client:
         await client.put("t", torch.zeros(MB))
-        (half,) = [pid for pid in _processes() if b"isolated" in _command(pid)]
+        (half,) = commands(b"isolated", _processes())
         sent = torch.randn(_BIG)
         putting = asyncio.ensure_future(client.put("big", sent))
         await asyncio.wait([putting], timeout=0.05)
@@ -171,7 +171,7 @@ async def test_the_server_loads_neither_the_library_nor_torch() -> None:
     async with running_store(**_RDMA) as client:
         await client.put("t", torch.arange(MB))
         assert torch.equal(await client.get("t"), torch.arange(MB))
-        (half,) = [pid for pid in _processes() if b"isolated" in _command(pid)]
+        (half,) = commands(b"isolated", _processes())
         server = (await client.status()).controller_pid
         assert "libnixl" in Path(f"/proc/{half}/maps").read_text()
         mapped = Path(f"/proc/{server}/maps").read_text()
@@ -185,7 +185,7 @@ async def test_a_half_whose_polling_thread_hangs_is_replaced() -> None:
     async with running_store(**{**_RDMA, "block": []}) as client:
         sent = torch.arange(4 * MB)
         await client.put("t", sent)
-        (half,) = [pid for pid in _processes() if b"isolated" in _command(pid)]
+        (half,) = commands(b"isolated", _processes())
         with frozen(newest_thread(half)), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
             begun = time.monotonic()
@@ -250,7 +250,3 @@ async def test_a_forked_child_uses_something_else_and_leaves_its_parent_alone() 
 
 def _processes() -> list[int]:
     return [pid for pid, _ in leftovers.descendants(os.getpid())]
-
-
-def _command(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from tests.processes import Program, run_script
-from tests.support import SMALL, free_port, running_store, until
+from tests.support import SMALL, free_port, running_store, server_children, until
 from torch.distributed import TCPStore
 
 import torchstore_core as ts
@@ -295,14 +295,14 @@ async def test_what_fails_at_the_very_end_of_a_start_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TORCHSTORE_ADDRESSES", "no JSON")
-    before = servers()
+    before = server_children()
     for start in (
         lambda: ts.initialize(store_name="other", **SMALL),
         lambda: ts.initialize_spmd(env=alone(0, 1), store_name="other", **SMALL),
     ):
         with pytest.raises(ts.ConfigurationError, match="TORCHSTORE_ADDRESSES"):
             await start()
-    assert servers() <= before
+    assert server_children() <= before
     monkeypatch.setenv("TORCHSTORE_ADDRESSES", '{"other": "unix:/inherited"}')
     await ts.initialize(store_name="other", **SMALL)
     assert "/inherited" not in os.environ["TORCHSTORE_ADDRESSES"]
@@ -336,18 +336,7 @@ async def test_a_rank_that_does_not_come_is_named() -> None:
     assert caught.value.details["missing_ranks"] == [1, 2]
     with pytest.raises(ts.StoreClosedError):
         await ts.keys()
-    assert not servers()
-
-
-def servers() -> set[str]:
-    """The pids of the servers that this process has started."""
-    found = set()
-    for path in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # a thread, or a child, that has ended meanwhile
-            for pid in path.read_text().split():
-                if "torchstore_core.server" in Path(f"/proc/{pid}/cmdline").read_text():
-                    found.add(pid)
-    return found
+    assert not server_children()
 
 
 async def test_a_rank_0_that_does_not_come_is_named() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support import bits, running_store, until
+from tests.support import bits, commands, running_store, until
 from tests.transports.asking import nothing_unfinished
 from tests.transports.listening import descendants
 
@@ -77,12 +77,7 @@ WORK: dict[str, Callable[[ts.Client, int], Awaitable[None]]] = {
 
 def halves(server: int) -> set[int]:
     """The processes of isolated halves that run."""
-    found = set()
-    for pid in descendants(server) - {server}:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if b"memory.isolated" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.add(pid)
-    return found
+    return commands(b"memory.isolated", descendants(server) - {server})
 
 
 async def _kill_now_and_then(server: int, dice: random.Random, killed: list[int]) -> None:

@@ -20,7 +20,16 @@ import pytest
 import torch
 from tests.processes import Script, run_script
 from tests.strangers import Strangers, listening
-from tests.support import SMALL, bits, halt, running_store, start_store, until
+from tests.support import (
+    SMALL,
+    bits,
+    children,
+    commands,
+    halt,
+    running_store,
+    start_store,
+    until,
+)
 from tests.transports.faults.frozen import frozen, newest_thread
 
 import torchstore_core as ts
@@ -84,14 +93,8 @@ class PairTests:
         (pid,) = self._halves((await client.status()).controller_pid)
         return pid
 
-    def _halves(self, server: int) -> list[int]:
-        tasks = Path(f"/proc/{server}/task").iterdir()
-        children = [pid for task in tasks for pid in (task / "children").read_text().split()]
-        return [
-            int(pid)
-            for pid in children
-            if self.half.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
+    def _halves(self, server: int) -> set[int]:
+        return commands(self.half.encode(), children(server))
 
     async def test_strangers_find_no_open_port(self) -> None:
         """gloo would keep a descriptor for each of them in both processes."""
@@ -352,8 +355,8 @@ class PairTests:
             os.kill(half, signal.SIGKILL)
             await until(lambda: not Path(f"/proc/{half}/fd/0").exists(), 10)
             putting = asyncio.ensure_future(client.put("t", torch.arange(MB) + 1))
-            await until(lambda: set(self._halves(server)) - {half}, 10)
-            (started,) = set(self._halves(server)) - {half}
+            await until(lambda: self._halves(server) - {half}, 10)
+            (started,) = self._halves(server) - {half}
             await halt(started)
             try:
                 assert not (await asyncio.wait([putting], timeout=2))[0]
