@@ -124,6 +124,8 @@ def gc(
     last: object = keep_last
     if last is not None and (type(last) is not int or last < 1):
         raise ConfigurationError(f"keep_last is an int above 0, not {last!r}")
+    if grace is not None and not grace >= 0:
+        raise ConfigurationError(f"grace is a number of seconds from 0, not {grace!r}")
     with using(storage_options):
         return _gc(os.fspath(path), keep_last, dry_run, grace)
 
