@@ -88,6 +88,28 @@ def test_the_program_comes_before_the_writer(tmp_path: Path) -> None:
     assert os.getpgid(pid) != os.getpgid(0)  # Ctrl-C in a terminal is for the program's group
 
 
+def listens(pid: int, thread: str) -> bool:
+    """Whether a thread of the writer waits for what its program says."""
+    socket = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[-2]
+    call = Path(f"/proc/{pid}/task/{thread}/syscall").read_text().split()
+    return len(call) > 1 and int(call[1], 16) == int(socket)
+
+
+async def test_cleaning_up_after_a_program_has_its_priority(tmp_path: Path) -> None:
+    """A store that others use would keep what was staged for as long as they are busy."""
+    Snapshot.async_take(tmp_path / "s", {"m": state(1)}, fsync=False).wait(60)
+    pid = process.the_writer().pid
+    found: list[str] = []
+
+    def listener() -> bool:
+        found[:] = [t for t in os.listdir(f"/proc/{pid}/task") if listens(pid, t)]
+        return bool(found)
+
+    await until(listener, 30)
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert [os.getpriority(os.PRIO_PROCESS, int(thread)) for thread in found] == [own]
+
+
 async def test_in_an_event_loop(tmp_path: Path) -> None:
     pending: PendingSnapshot = await AsyncSnapshot.async_take(
         tmp_path / "s", {"m": state(2)}, fsync=False

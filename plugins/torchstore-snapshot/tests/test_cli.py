@@ -112,6 +112,7 @@ def test_show_says_what_a_snapshot_and_an_object_consist_of(taken: Path) -> None
     assert (piece["nbytes"], piece["digest"]) == (24, entry.pieces[0].digest)
     assert (taken / piece["file"]).exists()
     assert piece["digest"] in call("show", taken, "model/w").out
+    assert call("show", taken, "0/model/w", "--json").json["path"] == "model/w"
 
 
 def test_show_says_which_snapshots_model_libraries_read(taken: Path) -> None:
@@ -228,6 +229,10 @@ def test_convert_one_key_of_several(taken: Path) -> None:
     into = taken.parent / "plain"
     refused = call("convert", taken, into, "--to", "safetensors")
     assert (refused.status, refused.err.split(":")[1]) == (1, " layout-mismatch")
+    for kind in ("dcp", "torchsnapshot", "safetensors"):
+        missing = call("convert", taken, into, "--to", kind, "--key", "c")
+        assert (missing.status, missing.err.split(":")[1]) == (1, " snapshot-not-found")
+        assert not into.exists()
     found = call("convert", taken, into, "--to", "safetensors", "--key", "b", "--rank", "0")
     assert found.status == 0
     assert call("convert", into, taken.parent / "back", "--key", "c").status == 0

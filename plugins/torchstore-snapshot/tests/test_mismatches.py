@@ -56,6 +56,26 @@ def test_what_is_not_stateful_is_named_whatever_is_at_the_path(tmp_path: Path) -
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.parametrize("now", [None, 0, "", {}, [], [1, 2]])
+@pytest.mark.parametrize("then", [{"a": torch.ones(2)}, [torch.ones(2), 3], {"n": {"m": 1}}])
+def test_a_container_takes_the_place_of_what_is_no_tensor(
+    tmp_path: Path, now: Any, then: Any
+) -> None:
+    Snapshot.take(tmp_path / "s", {"m": StateDict(best=then, n=1)}, fsync=False)
+    own = StateDict(best=now, n=0)
+    assert not Snapshot(tmp_path / "s").restore({"m": own})
+    assert own["n"] == 1
+    torch.testing.assert_close(own["best"], then)
+
+
+def test_a_container_does_not_take_the_place_of_a_tensor(tmp_path: Path) -> None:
+    Snapshot.take(tmp_path / "s", {"m": StateDict(best={"a": 1})}, fsync=False)
+    own = StateDict(best=torch.zeros(2))
+    with pytest.raises(ts.LayoutMismatchError, match="1 missing: 'm/best'"):
+        Snapshot(tmp_path / "s").restore({"m": own})
+    assert own["best"].tolist() == [0, 0]
+
+
 def test_strict_names_all_differences(tmp_path: Path) -> None:
     Snapshot.take(tmp_path / "s", {"m": torch.nn.Linear(3, 2)})
     other = torch.nn.Sequential(torch.nn.Linear(3, 2, bias=False))

@@ -81,6 +81,26 @@ def test_a_damaged_snapshot_is_replaced(tmp_path: Path, how: str, damage: str) -
     assert contents(folder).keys() == {MANIFEST, MAP, file.name}
 
 
+@WAYS
+@pytest.mark.parametrize("damage", ["cut", "empty"])
+def test_a_damaged_map_is_replaced_with_its_snapshot(tmp_path: Path, how: str, damage: str) -> None:
+    Snapshot.take(tmp_path, state(1))
+    data = (tmp_path / MAP).read_bytes()
+    (tmp_path / MAP).write_bytes(data[:-9] if damage == "cut" else b"")
+    take(how, tmp_path, 2, overwrite=True)
+    assert Snapshot(tmp_path).verify() == {}
+    (file,) = Snapshot(tmp_path).manifest.files
+    assert file.name.encode() in (tmp_path / MAP).read_bytes()
+
+
+@pytest.mark.parametrize("theirs", [b"", b"{"])
+def test_the_map_of_somebody_else_may_be_damaged(tmp_path: Path, theirs: bytes) -> None:
+    (tmp_path / MAP).write_bytes(theirs)
+    with pytest.raises(ForeignFileError, match=MAP):
+        Snapshot.take(tmp_path, state(1), overwrite=True)
+    assert contents(tmp_path) == {MAP: theirs}
+
+
 def test_ranks_wait_for_each_other_where_a_damaged_snapshot_is(tmp_path: Path) -> None:
     Snapshot.take(tmp_path, state(1))
     (tmp_path / MANIFEST).write_bytes(b"{")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -132,6 +133,56 @@ def test_training_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     Snapshot(tmp_path / "s").restore(restored)
     assert progress["step"] == 1
     assert [step(other, another) for _ in range(3)] == expected
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: Any
+
+
+def test_containers_have_the_types_that_the_object_has(tmp_path: Path) -> None:
+    """A Counter that became a dict would end a scheduler: it has no ``elements``."""
+
+    def made(n: int) -> StateDict:
+        lists = defaultdict[str, list[int]](list, a=[n])
+        inner = [{"c": Counter([n])}, OrderedDict(b=n), torch.ones(2)]
+        pair = Pair(torch.full((2,), float(n)), Counter({"x": n}))
+        return StateDict(lists=lists, inner=inner, pair=pair, plain=OrderedDict[str, int](), n=n)
+
+    def scheduler() -> torch.optim.lr_scheduler.MultiStepLR:
+        optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=1.0)
+        return torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3, 3])
+
+    before, after = scheduler(), scheduler()
+    before.optimizer.step()
+    before.step()
+    state: dict[str, Any] = {"s": before, "m": made(1)}
+    snapshot = Snapshot.take(tmp_path / "s", state, fsync=False)
+    own = made(1)
+    own["lists"]["a"][0] = own["n"] = 5
+    own["pair"].left.zero_()
+    into: dict[str, Any] = {"s": after, "m": own}
+    snapshot.restore(into)
+    assert after.state_dict() == before.state_dict()
+    assert type(after.milestones) is Counter
+    assert own["lists"] == {"a": [1]}
+    assert own["lists"]["new"] == []
+    assert own["inner"][:2] == [{"c": Counter([1])}, OrderedDict(b=1)]
+    assert type(own["inner"][0]["c"]) is Counter
+    assert type(own["inner"][1]) is type(own["plain"]) is OrderedDict
+    assert type(own["pair"]) is Pair
+    assert own["pair"].left.tolist() == [1, 1]
+    assert type(own["pair"].right) is Counter
+
+
+def test_what_was_pickled_keeps_its_types(tmp_path: Path) -> None:
+    loop: list[Any] = [Counter("ab"), complex(1, 2)]
+    loop.append(loop)
+    Snapshot.take(tmp_path / "s", {"m": StateDict(v=loop)}, fsync=False, allow_pickle=True)
+    own = StateDict(v=[0, OrderedDict[str, int]()])
+    Snapshot(tmp_path / "s", allow_pickle=True).restore({"m": own})
+    assert own["v"][:2] == [Counter("ab"), complex(1, 2)]
+    assert own["v"][2] is own["v"]
 
 
 def test_tied_weights_are_written_once(tmp_path: Path) -> None:

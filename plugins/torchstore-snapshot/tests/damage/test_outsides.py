@@ -9,7 +9,13 @@ import msgspec
 import pytest
 import torch
 
-from torchstore_snapshot import Series, Snapshot, StateDict
+from torchstore_snapshot import (
+    Series,
+    Snapshot,
+    SnapshotFormatError,
+    StateDict,
+    gc,
+)
 from torchstore_snapshot.format import manifest as manifests
 from torchstore_snapshot.format.manifest import Manifest
 from torchstore_snapshot.format.paths import MANIFEST
@@ -139,3 +145,25 @@ def test_a_pipe_in_place_of_a_file(folder: Path) -> None:
     file.unlink()
     os.mkfifo(file)
     assert "m/aa" in Snapshot(folder).verify()
+
+
+@pytest.mark.parametrize("what", ["folder", "loop", "pipe"])
+@pytest.mark.parametrize("name", [MANIFEST, _MAP])
+def test_what_is_no_file_in_place_of_a_document(folder: Path, name: str, what: str) -> None:
+    there = folder / name
+    there.unlink()
+    if what == "folder":
+        there.mkdir()
+    elif what == "loop":
+        there.symlink_to(name)
+    else:
+        os.mkfifo(there)
+    if name == _MAP:
+        assert list(Snapshot(folder).verify()) == [_MAP]
+        return
+    for call in (Snapshot(folder).verify, lambda: Snapshot(folder).restore({"m": StateDict()})):
+        with pytest.raises(SnapshotFormatError):
+            call()
+    assert [*gc(folder.parent).unreadable] == [folder.name]
+    other = folder.parent / "other"
+    assert Snapshot.take(other, {"m": state()}, fsync=False).verify() == {}

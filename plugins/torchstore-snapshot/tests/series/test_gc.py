@@ -289,3 +289,9 @@ async def test_a_process_killed_while_it_rewrites_a_file_stops_nobody(tmp_path: 
 def test_names() -> None:
     assert folder_name(open_storage("/a/b/c")) == "c"
     assert folder_name(open_storage("memory://a/b/")) == "b"
+
+
+@pytest.mark.parametrize("grace", [-1, float("nan")])
+def test_a_grace_is_not_negative(tmp_path: Path, grace: float) -> None:
+    with pytest.raises(ts.ConfigurationError, match="grace"):
+        gc(tmp_path, grace=grace)

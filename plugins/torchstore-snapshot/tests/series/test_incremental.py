@@ -218,3 +218,23 @@ def test_a_file_of_the_base_that_is_not_whole_is_not_referred_to(place: str, har
     assert holds(f"{place}/2", state({3: -1.0, 4: -2.0}))
     (other, own) = sorted(Snapshot(f"{place}/2").manifest.files, key=lambda f: f.snapshot != "1")
     assert (other.snapshot, own.snapshot) == ("1", "")  # what the base itself wrote is whole
+
+
+def test_files_of_a_replaced_snapshot_go_with_the_last_one_that_refers_to_them(place: str) -> None:
+    Snapshot.take(f"{place}/0", {"m": state()})
+    Snapshot.take(f"{place}/1", {"m": state({0: -1.0})}, base=f"{place}/0")
+    Snapshot.take(f"{place}/0", {"m": state(dict.fromkeys(range(100), -2.0))}, overwrite=True)
+    before = {info.name for info in open_storage(f"{place}/0").list()}
+    assert gc(place).files == ()  # the other one needs them
+    foreseen = gc(place, keep_last=1, dry_run=True)
+    report = gc(place, keep_last=1)
+    assert report.dropped == foreseen.dropped == ("1",)
+    assert {*report.files} == {*foreseen.files}
+    assert {file.snapshot for file in report.files} == {"0", "1"}
+    left = {info.name for info in open_storage(f"{place}/0").list()}
+    assert left == before - {file.name for file in report.files}
+    assert left == {file.name for file in Snapshot(f"{place}/0").manifest.files} | {
+        "snapshot.json",
+        *(name for name in left if name.endswith(".index.json")),
+    }
+    assert not Snapshot(f"{place}/0").verify()

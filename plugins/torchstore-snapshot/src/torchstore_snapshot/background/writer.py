@@ -117,7 +117,9 @@ def _serve(
 
 
 def _lower_priority() -> None:
-    """What the program does comes first, on processors and on disks."""
+    """What the program does comes first, on processors and on disks. This concerns the calling
+    thread, and those that it starts from now on.
+    """
     with contextlib.suppress(OSError):
         os.nice(_NICE)
     call = _IOPRIO_SET.get(os.uname().machine)
@@ -125,21 +127,30 @@ def _lower_priority() -> None:
         ctypes.CDLL(None).syscall(call, 1, 0, _BEST_EFFORT_LOWEST)
 
 
-def main(descriptor: int) -> None:
-    """Serve the program at the other end of a socket until it closes it."""
-    _lower_priority()
-    connection = socket.socket(fileno=descriptor)
-    inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
-    program = _Program()
-    threading.Thread(target=_serve, args=(connection, inbox, program), daemon=True).start()
+def _listen(
+    connection: socket.socket, inbox: queue.SimpleQueue[_Message], program: _Program
+) -> None:
+    """Pass messages on until the program has ended; then clean up after it, and end."""
     while (data := m.receive(connection)) is not None:
         message = m.to_writer.decode(data)
         program.note(message)
         inbox.put(message)
     # Files of unfinished jobs stay where they are, invisible: to remove them could take long, and
-    # the thread may be writing to them.
+    # the other thread may be writing to them.
     program.bury()
     os._exit(0)
+
+
+def main(descriptor: int) -> None:
+    """Serve the program at the other end of a socket until it closes it."""
+    connection = socket.socket(fileno=descriptor)
+    inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+    program = _Program()
+    # This thread keeps the priority of the program: others wait for what is cleaned up after it
+    # has ended, and no thread may raise its priority again.
+    threading.Thread(target=_listen, args=(connection, inbox, program), daemon=True).start()
+    _lower_priority()
+    _serve(connection, inbox, program)
 
 
 if __name__ == "__main__":

@@ -145,7 +145,11 @@ def show_object(path: str, name: str) -> reports.ObjectReport:
     """
     storage = open_storage(path)
     manifest = read_manifest(storage)
-    entry = dict(entries_of(manifest)).get(name)
+    known = dict(entries_of(manifest))
+    rank, _, rest = name.partition("/")
+    if name not in known and rank.isdecimal():
+        name = rest  # what ranks have in common, as get_manifest() names it
+    entry = known.get(name)
     if entry is None:
         raise SnapshotNotFoundError(
             f"the snapshot {storage.url!r} has no {name!r}; `torchstore snapshot ls` lists what it "

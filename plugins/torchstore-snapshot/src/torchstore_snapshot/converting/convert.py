@@ -16,7 +16,7 @@ from torchstore_snapshot.converting.kinds import KINDS, Kind, detect
 from torchstore_snapshot.converting.safetensors_folders import from_safetensors, to_safetensors
 from torchstore_snapshot.converting.torchsnapshots import from_torchsnapshot
 from torchstore_snapshot.converting.torchsnapshots_out import to_torchsnapshot
-from torchstore_snapshot.errors import SnapshotExistsError
+from torchstore_snapshot.errors import SnapshotExistsError, SnapshotNotFoundError
 from torchstore_snapshot.format.manifest import Manifest, TensorEntry
 from torchstore_snapshot.format.paths import new_take_id
 from torchstore_snapshot.format.safetensors_files import FILE_MAX
@@ -135,7 +135,7 @@ def _convert(
     storage = open_storage(source)
     manifest = read_manifest(storage)
     if key is not None:
-        manifest = _only(manifest, key)
+        manifest = _only(manifest, key, storage.url)
     with Files(storage, manifest) as files:
         write: Callable[[str], None]
         if target == "torchsnapshot":
@@ -179,8 +179,14 @@ def _local(path: str | os.PathLike[str]) -> str:
     return storage.url
 
 
-def _only(manifest: Manifest, key: str) -> Manifest:
-    """The same manifest without other keys. A key that is missing is noticed later."""
+def _only(manifest: Manifest, key: str, url: str) -> Manifest:
+    """The same manifest without other keys.
+
+    Raises:
+        SnapshotNotFoundError: no rank has that key.
+    """
+    if not any(key in entries for entries in (manifest.shared, *manifest.own)):
+        raise SnapshotNotFoundError(f"the snapshot {url!r} has no {key!r}", key=key)
     shared = {name: named for name, named in manifest.shared.items() if name == key}
     own = tuple({n: named for n, named in e.items() if n == key} for e in manifest.own)
     return msgspec.structs.replace(manifest, shared=shared, own=own)

@@ -13,7 +13,8 @@ from torchstore_snapshot.format.manifest import Manifest, TensorEntry
 from torchstore_snapshot.format.paths import plain_name, take_of
 from torchstore_snapshot.format.safetensors_files import RESERVED
 
-__all__ = ["MAP", "map_name", "weight_maps", "written_by_a_take"]
+__all__ = ["MAP", "map_name", "weight_maps"]
+__all__ += ["is_damaged", "written_by_a_take"]
 
 
 class _Map(msgspec.Struct):
@@ -51,6 +52,19 @@ def written_by_a_take(data: bytes) -> bool:
     except (msgspec.DecodeError, UnicodeDecodeError):
         return False
     return bool(names) and all(take_of(name) for name in names)
+
+
+def is_damaged(data: bytes) -> bool:
+    """Whether a map is no document at all any more, as one that was truncated.
+
+    >>> is_damaged(b'{"weight_map": {'), is_damaged(b"{}")
+    (True, False)
+    """
+    try:
+        msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return True
+    return False
 
 
 def weight_maps(manifest: Manifest) -> dict[str, bytes]:

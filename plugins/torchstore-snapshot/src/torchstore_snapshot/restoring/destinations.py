@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ from torchstore_snapshot.api.stateful import Stateful
 from torchstore_snapshot.format.manifest import Entry, ObjectEntry, TensorEntry
 from torchstore_snapshot.restoring.reading import Read, empty_for, plan_reads
 
-__all__ = ["Filled", "match", "state_of", "tensor_reads"]
+__all__ = ["Filled", "like", "match", "state_of", "tensor_reads"]
 
 
 @dataclass
@@ -33,6 +34,7 @@ class Filled:
         reads: what is to be read.
         report: the differences between the snapshot and the object.
         steps: where each name is in the nested state dict.
+        state: what the object has now.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -40,6 +42,7 @@ class Filled:
     reads: list[Read] = field(default_factory=list)
     report: StateDictReport = field(default_factory=StateDictReport)
     steps: dict[str, bytes] = field(default_factory=dict)
+    state: Any = None
 
 
 def state_of(stateful: Stateful) -> Any:
@@ -55,15 +58,20 @@ def match(key: str, stateful: Stateful, entries: Mapping[str, Entry]) -> Filled:
     """Compare an object with the entries of a snapshot, and plan the reads into its tensors.
 
     Entries that the object does not have yet, as those of an optimizer before its first step, get
-    new tensors; a module must have all of them.
+    new tensors; a module must have all of them. A container may take the place of what is neither
+    a tensor nor a container, such as None.
     """
-    filled = Filled()
+    filled = Filled(state=state_of(stateful))
     parameters = _parameters(stateful)
-    leaves = {leaf.name: leaf.value for leaf in nesting.flatten(key, state_of(stateful))}
+    flat = nesting.flatten(key, filled.state)
+    leaves = {leaf.name: leaf.value for leaf in flat}
     module = isinstance(stateful, torch.nn.Module)
-    for name, value in leaves.items():
-        if name not in entries and not _is_container(value):
-            filled.report.missing.append(f"{key}/{name}")
+    absent = [leaf for leaf in flat if leaf.name not in entries and not _is_container(leaf.value)]
+    stored = _containers(key, entries) if absent else ()
+    for leaf in absent:
+        tensor = isinstance(leaf.value, torch.Tensor) or is_sharded(leaf.value)
+        if tensor or nesting.places(key, leaf.name, leaf.path) not in stored:
+            filled.report.missing.append(f"{key}/{leaf.name}")
     for name, entry in entries.items():
         path = f"{key}/{name}"
         if name not in leaves and module:
@@ -127,6 +135,50 @@ def _like_parameter(
         return None
     dtype = dtype_of(TensorMeta(entry.dtype, entry.shape), path)
     return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+
+
+def _containers(key: str, entries: Mapping[str, Entry]) -> Collection[tuple[str | int, ...]]:
+    """Where the snapshot has containers, with entries in them."""
+    found: set[tuple[str | int, ...]] = set()
+    for name, entry in entries.items():
+        way = nesting.places(key, name, entry.steps)
+        found.update(way[:length] for length in range(1, len(way)))
+    return found
+
+
+def like(state: Any, made: Any, pickled: Collection[int] = ()) -> Any:
+    """Give the containers of a restored state the types of those that are in the object now. Those
+    of the standard library are stored as plain dicts and tuples.
+
+    Args:
+        state: what the object has now.
+        made: what was restored. Dicts and lists are changed in place.
+        pickled: ids of values in it that have their types already.
+
+    >>> like({"milestones": Counter([5])}, {"milestones": {2: 1, 3: 2}})
+    {'milestones': Counter({3: 2, 2: 1})}
+    """
+    if id(made) in pickled:
+        return made
+    if type(made) is dict and isinstance(state, Mapping):
+        for name, value in made.items():
+            if type(value) in _PLAIN:
+                made[name] = like(state.get(name), value, pickled)
+        if type(state) is Counter or type(state) is OrderedDict:
+            return type(state)(made)
+        return defaultdict(state.default_factory, made) if type(state) is defaultdict else made
+    if type(made) in (list, tuple) and isinstance(state, list | tuple):
+        own = [*state[: len(made)], *[None] * (len(made) - len(state))]
+        inner = [like(now, value, pickled) for now, value in zip(own, made, strict=True)]
+        if type(made) is list:
+            made[:] = inner
+            return made
+        named = hasattr(state, "_make") and len(state) == len(made)
+        return state._make(inner) if named else tuple(inner)  # type: ignore[union-attr]
+    return made
+
+
+_PLAIN = (dict, list, tuple)
 
 
 def _is_container(value: Any) -> bool:

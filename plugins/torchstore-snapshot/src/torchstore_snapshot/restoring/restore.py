@@ -11,7 +11,7 @@ import torch
 from torchstore_core import boxes
 from torchstore_core.clients.state_dicts.getting import StateDictReport
 from torchstore_core.clients.values import nesting
-from torchstore_core.clients.values.codec import decode_object
+from torchstore_core.clients.values.codec import PICKLE, decode_object
 from torchstore_core.clients.values.sharding import is_sharded
 from torchstore_core.clients.values.tensors import slice_box
 from torchstore_core.errors import ConfigurationError, LayoutMismatchError
@@ -21,7 +21,7 @@ from torchstore_snapshot.errors import SnapshotNotFoundError
 from torchstore_snapshot.format.manifest import Entry, Manifest, ObjectEntry, TensorEntry
 from torchstore_snapshot.progress import Progress
 from torchstore_snapshot.ranks import Ranks
-from torchstore_snapshot.restoring.destinations import Filled, match, tensor_reads
+from torchstore_snapshot.restoring.destinations import Filled, like, match, tensor_reads
 from torchstore_snapshot.restoring.files import Files
 from torchstore_snapshot.restoring.reading import (
     Check,
@@ -161,10 +161,16 @@ def _loads(files: Files, planned: _Planned, *, allow_pickle: bool) -> _Loads:
     loads: _Loads = []
     for key, stateful, filled in planned.filled:
         values = dict(filled.values)
+        pickled: set[int] = set()
         for name, entry in filled.objects.items():
             values[name] = _object(files, f"{key}/{name}", entry, allow_pickle=allow_pickle)
+            if entry.codec == PICKLE:
+                pickled.add(id(values[name]))
         ordered = ((name, filled.steps[name], values[name]) for name in filled.steps)
-        loads.append((stateful, nesting.unflatten(key, ordered)))
+        state = nesting.unflatten(key, ordered)
+        if not isinstance(stateful, torch.nn.Module):
+            state = like(filled.state, state, pickled)
+        loads.append((stateful, state))
     return loads
 
 

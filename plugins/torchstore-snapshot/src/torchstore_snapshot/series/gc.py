@@ -16,7 +16,7 @@ from torchstore_snapshot.format.paths import MANIFEST, claim_file, take_of
 from torchstore_snapshot.format.weight_maps import MAP, map_name, written_by_a_take
 from torchstore_snapshot.series.claims import GRACE_S, decode
 from torchstore_snapshot.series.retiring import mend_maps, retire, stale_maps, sweep_map
-from torchstore_snapshot.series.survey import Place, Survey, folder_name, survey
+from torchstore_snapshot.series.survey import Place, Survey, folder_name, references, survey
 from torchstore_snapshot.storage.base import KeepsUnfinished, Storage
 from torchstore_snapshot.storage.opening import open_storage
 from torchstore_snapshot.storage.settings import using
@@ -124,6 +124,8 @@ def gc(
     last: object = keep_last
     if last is not None and (type(last) is not int or last < 1):
         raise ConfigurationError(f"keep_last is an int above 0, not {last!r}")
+    if grace is not None and not grace >= 0:
+        raise ConfigurationError(f"grace is a number of seconds from 0, not {grace!r}")
     with using(storage_options):
         return _gc(os.fspath(path), keep_last, dry_run, grace)
 
@@ -159,7 +161,7 @@ def _gc(text: str, keep_last: int | None, dry_run: bool, grace: float | None) ->
         seen = seen._replace(manifests=remaining)
     patience = _UNCLAIMED_S if grace is None else grace
     files: list[GarbageFile] = []
-    for file in _garbage(seen, names, {m.take for m in gone.values()}, patience):
+    for file in _garbage(seen, names, gone, patience):
         keepers = _keepers(seen, file, {m.take: m.sequence for m in gone.values()})
         if keepers:
             held[f"{file.snapshot}/{file.name}"] = _because(keepers)
@@ -239,13 +241,15 @@ def _keepers(seen: Survey, file: GarbageFile, gone: dict[str, int]) -> list[str]
 
 
 def _garbage(
-    seen: Survey, names: Iterable[str], gone: set[str], grace: float
+    seen: Survey, names: Iterable[str], gone: Mapping[str, Manifest], grace: float
 ) -> Iterable[GarbageFile]:
     if seen.reading:
         return
     referred = seen.referred()
     now = time.time()
-    retired = {*gone, *seen.stale.values()}
+    retired = {*(manifest.take for manifest in gone.values()), *seen.stale.values()}
+    # Also those of snapshots that were replaced, and that only these referred to.
+    let_go = {file for name, manifest in gone.items() for file in references(name, manifest)}
     for name in names:
         for info in seen.files.get(name, ()):
             take = take_of(info.name)
@@ -254,7 +258,7 @@ def _garbage(
             ended = take in seen.dead or take in seen.stale
             if info.name == claim_file(take) and not ended:
                 continue
-            known = take in retired or ended
+            known = take in retired or ended or (name, info.name) in let_go
             if known or max(now - info.modified, 0.0) >= grace:
                 yield GarbageFile(name, info.name, info.nbytes, take)
 

@@ -7,7 +7,6 @@ import ctypes
 import errno
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from torchstore_snapshot.errors import NotAtomicError
@@ -160,11 +159,10 @@ class LocalStorage:
         return LocalReader(self._in(name))
 
     def read(self, name: str) -> bytes:
-        return Path(self._in(name)).read_bytes()
+        return _contents(self._in(name))
 
     def read_start(self, name: str, nbytes: int) -> bytes:
-        with open(self._in(name), "rb") as file:
-            return file.read(nbytes)
+        return _contents(self._in(name), nbytes)
 
     def flush(self, names: Sequence[str]) -> None:
         for name in names:
@@ -234,6 +232,19 @@ class LocalStorage:
 
     def _in(self, name: str) -> str:
         return os.path.join(self._path, name)
+
+
+def _contents(path: str, nbytes: int = -1) -> bytes:
+    """Read a file, or its start. What is there instead of a file, such as a folder, a pipe or a
+    link to itself, has nothing in it, and nobody waits for it.
+    """
+    try:
+        with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
+            return file.read(nbytes) or b""
+    except OSError as error:
+        if error.errno not in (errno.EISDIR, errno.ELOOP):
+            raise
+        return b""
 
 
 def make_folders(path: str) -> list[str]:

@@ -25,7 +25,7 @@ from torchstore_snapshot.errors import (
 from torchstore_snapshot.format import manifest as manifests
 from torchstore_snapshot.format.manifest import FORMAT, Manifest
 from torchstore_snapshot.format.paths import MANIFEST
-from torchstore_snapshot.format.weight_maps import map_name, written_by_a_take
+from torchstore_snapshot.format.weight_maps import is_damaged, map_name, written_by_a_take
 from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.taking.collecting import Item
 
@@ -117,14 +117,17 @@ def maps_of(items: Iterable[Item]) -> list[str]:
 
 def refuse_foreign_maps(storage: Storage, names: Sequence[str]) -> None:
     """Raise ForeignFileError if a weight map would replace a file that no take has written, such as
-    the map of a model that somebody has saved in the same folder.
+    the map of a model that somebody has saved in the same folder. A damaged one, beside a manifest,
+    is that of the snapshot.
     """
     if not names:
         return
     there = {info.name for info in storage.list()}
     for name in names:
-        if name in there and not written_by_a_take(storage.read(name)):
-            raise _foreign(storage, name)
+        data = storage.read(name) if name in there else None
+        if data is None or written_by_a_take(data) or (MANIFEST in there and is_damaged(data)):
+            continue
+        raise _foreign(storage, name)
 
 
 def _read(storage: Storage) -> bytes | None:
@@ -136,10 +139,9 @@ def _read(storage: Storage) -> bytes | None:
 
 def _refuse_foreign(storage: Storage, data: bytes) -> None:
     """Tell a damaged manifest, which is no JSON any more, from a document of somebody else."""
-    try:
-        found: Any = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    if is_damaged(data):
         return
+    found: Any = msgspec.json.decode(data)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise _foreign(storage, MANIFEST)
 

@@ -13,7 +13,7 @@ import torch
 from torchstore_core.clients.values.sharding import TensorShard, is_sharded
 from torchstore_core.errors import LayoutMismatchError, ProtocolError, UnsupportedValueError
 
-__all__ = ["Leaf", "flatten", "replace", "unflatten"]
+__all__ = ["Leaf", "flatten", "places", "replace", "unflatten"]
 
 _MAX_DEPTH = 64
 # Every path has its own name, so a container that is in two places yields two sets of entries, and
@@ -110,6 +110,8 @@ def _leaves(key: str, value: Any, path: tuple[Step, ...], known: _Known) -> Iter
     elif isinstance(value, Mapping):
         if known.follows(key, value):
             steps = [(_step(key, k, path), inner) for k, inner in value.items()]
+        elif not value:
+            value = {}  # of whichever type: one with entries is a plain dict, too
     elif isinstance(value, list | tuple) and known.follows(key, value):
         kind = _LIST if isinstance(value, list) else _TUPLE
         steps = [((kind, i), inner) for i, inner in enumerate(value)]
@@ -177,12 +179,7 @@ def unflatten(key: str, entries: Iterator[tuple[str, bytes, Any]]) -> dict[str, 
     """
     root = _Node(None)
     for name, path, value in entries:
-        try:
-            steps = _decoder.decode(path) if path else ()
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"{key!r}: the path of {name!r} is unreadable", key=key) from error
-        if len(steps) > _MAX_DEPTH:
-            raise ProtocolError(f"{key!r}: {name!r} is nested deeper than {_MAX_DEPTH}", key=key)
+        steps = _decoded(key, name, path)
         node = root
         for step, after in pairwise(steps):
             kind = after[0] if isinstance(after, tuple) else None
@@ -198,6 +195,25 @@ def unflatten(key: str, entries: Iterator[tuple[str, bytes, Any]]) -> dict[str, 
         elif not (_is_empty(value) and type(node[last]) is _Node):
             raise _contradiction(key, name)
     return {name: _built(value) for name, value in root.items()}
+
+
+def places(key: str, name: str, path: bytes) -> tuple[str | int, ...]:
+    """Return the keys and indices on the way to an entry.
+
+    Raises:
+        ProtocolError: its path is malformed.
+    """
+    return tuple(_place(step) for step in _decoded(key, name, path)) or (name,)
+
+
+def _decoded(key: str, name: str, path: bytes) -> list[Step]:
+    try:
+        steps = _decoder.decode(path) if path else []
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"{key!r}: the path of {name!r} is unreadable", key=key) from error
+    if len(steps) > _MAX_DEPTH:
+        raise ProtocolError(f"{key!r}: {name!r} is nested deeper than {_MAX_DEPTH}", key=key)
+    return steps
 
 
 def _is_empty(value: Any) -> bool:
