@@ -30,6 +30,9 @@ PAGE = 4 * LINE
 #: The file is said to be here; it has no name.
 DIRECTORY = str(Path(__file__).parent)
 
+# Which one it is stays the same.
+_file_system = functools.cache(spill_file.file_system)
+
 _Job = Callable[[], Callable[[], None]]
 _Failed = Callable[[Exception], None]
 
@@ -67,6 +70,7 @@ class Disk:
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Servers use this disk, and threads that take turns."""
         patch.setattr(spill_file, "SpillFile", functools.partial(_File, self))
+        patch.setattr(spill_file, "file_system", _file_system)
         patch.setattr(moves, "Workers", functools.partial(_Threads, self))
         for module in (moves, spill_file):
             patch.setattr(module, "_PAGE", PAGE)
