@@ -200,7 +200,7 @@ class World:
             if left.facts.pid not in self._asked:
                 controller.detached.process_ended(token)
         controller.delete([*controller.catalog.newest, *controller.catalog.histories], strict=False)
-        self._accounts.check(controller)
+        Accounts().check(controller)  # which does not know that anything was right before
         self.references.check()
         used = [(v.used, v.leased, v.unfinished) for v in controller.volumes]
         sessions = [*controller.sessions, *controller.detached.sessions]
