@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.simulation.machine.memory import LINE, Memory
 
+from torchstore_core.machine.directories import file_system
 from torchstore_core.server.spilling import moves, spill_file, spilling
 from torchstore_core.server.spilling.spill_file import Extent, SpillFile
 
@@ -31,7 +32,7 @@ PAGE = 4 * LINE
 DIRECTORY = str(Path(__file__).parent)
 
 # Which one it is stays the same.
-_file_system = functools.cache(spill_file.file_system)
+_file_system = functools.cache(file_system)
 
 _Job = Callable[[], Callable[[], None]]
 _Failed = Callable[[Exception], None]
