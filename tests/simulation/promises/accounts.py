@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from itertools import chain, pairwise, starmap
+from itertools import chain, pairwise
 from operator import add, attrgetter
 from typing import Any
 
@@ -189,8 +189,12 @@ def _check_volumes(
     """Values have as many leases as they say, and all memory is of one of them, or free."""
     # Where ranges begin, and where they end; the end of a volume counts among those that begin, and
     # its beginning among those that end.
-    starts = [[volume.allocator.capacity, *volume.allocator._by_start] for volume in volumes]
-    ends = [[0, *starmap(add, volume.allocator._by_start.items())] for volume in volumes]
+    starts: list[list[int]] = []
+    ends: list[list[int]] = []
+    for volume in volumes:
+        free = volume.allocator._by_start
+        starts.append([volume.allocator.capacity, *free])
+        ends.append([0, *map(add, free, free.values())])
     inline, leased = [0] * len(volumes), [0] * len(volumes)
     away: set[Value] = set()
     for one in tracked:
