@@ -143,7 +143,7 @@ class Plan(msgspec.Struct, frozen=True):
 def plan_of(source: random.Random, seed: int = 0) -> Plan:
     """What a seed makes happen; the numbers are taken from ``source``."""
     number = _peek(source)
-    plan = _plan_of(source)
+    plan = _plan_of(source, number)
     if seed < CHOKED or plan.relayed or any(fault.kind == "lose" for fault in plan.faults):
         return plan
     return _with_chokes(plan, random.Random(number + 2))
@@ -163,9 +163,9 @@ def _with_chokes(plan: Plan, source: random.Random) -> Plan:
     return replace(plan, faults=tuple(sorted(faults, key=_after)), kept=True)
 
 
-def _plan_of(source: random.Random) -> Plan:
+def _plan_of(source: random.Random, number: int) -> Plan:
     # From numbers of their own: so the other plans are what they would be without these.
-    own = random.Random(~_peek(source))
+    own = random.Random(~number)
     pages = own.choice((1, 2, 3, 6, 50)) if own.random() < 0.12 else 0
     if pages:
         source = own

@@ -200,7 +200,7 @@ class World:
             if left.facts.pid not in self._asked:
                 controller.detached.process_ended(token)
         controller.delete([*controller.catalog.newest, *controller.catalog.histories], strict=False)
-        self._accounts.check(controller)
+        Accounts().check(controller)  # which does not know that anything was right before
         self.references.check()
         used = [(v.used, v.leased, v.unfinished) for v in controller.volumes]
         sessions = [*controller.sessions, *controller.detached.sessions]
@@ -210,14 +210,14 @@ class World:
             raise Violation("leak", f"everybody has left, and there is {used} of {counts}")
 
     def _go(self) -> None:
-        schedule, loop, names = self.schedule, self.loop, self.names
-        callback, time, is_timed = self._callback, self._time, self.is_timed
-        ready, faults = loop.ready, self._timed
+        schedule, loop, callback, time = self.schedule, self.loop, self._callback, self._time
+        ready, faults, note = loop.ready, self._timed, self.names.append
+        choose, check, is_timed = schedule.choose, self._accounts.check, self.is_timed
         while True:
             if faults and self.step >= faults[0].after:
                 fault = faults.popleft()
                 action = Action(("fault", fault.number), functools.partial(self._fail, fault))
-            elif (chosen := schedule.choose()) is not None:
+            elif (chosen := choose()) is not None:
                 action = chosen
             elif faults:
                 self.step = faults[0].after
@@ -225,7 +225,7 @@ class World:
             else:
                 return
             self.step += 1
-            names.append(action.name)
+            note(action.name)
             try:
                 action.run()
             except Killed:  # in the midst of it
@@ -236,13 +236,14 @@ class World:
             elif callback.at >= 0:
                 schedule.disable(callback)
             if is_timed:
-                if loop.next_timer is None:
+                if loop.timers:
+                    if time.at < 0:
+                        schedule.enable(time)
+                elif time.at >= 0:
                     schedule.disable(time)
-                elif time.at < 0:
-                    schedule.enable(time)
             if self.touched:
                 self.touched = False
-                self._accounts.check(self.lives.server.controller)
+                check(self.lives.server.controller)
                 if loop.failed:
                     raise Violation("server", str(loop.failed))
             if self.step > _MOST_STEPS:

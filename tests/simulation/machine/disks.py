@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.simulation.machine.memory import LINE, Memory
 
+from torchstore_core.machine.directories import file_system
 from torchstore_core.server.spilling import moves, spill_file, spilling
 from torchstore_core.server.spilling.spill_file import Extent, SpillFile
 
@@ -29,6 +30,9 @@ __all__ = ["DIRECTORY", "PAGE", "Disk", "MappedMemory"]
 PAGE = 4 * LINE
 #: The file is said to be here; it has no name.
 DIRECTORY = str(Path(__file__).parent)
+
+# Which one it is stays the same.
+_file_system = functools.cache(file_system)
 
 _Job = Callable[[], Callable[[], None]]
 _Failed = Callable[[Exception], None]
@@ -67,6 +71,7 @@ class Disk:
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Servers use this disk, and threads that take turns."""
         patch.setattr(spill_file, "SpillFile", functools.partial(_File, self))
+        patch.setattr(spill_file, "file_system", _file_system)
         patch.setattr(moves, "Workers", functools.partial(_Threads, self))
         for module in (moves, spill_file):
             patch.setattr(module, "_PAGE", PAGE)

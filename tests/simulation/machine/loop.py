@@ -19,6 +19,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
     Attributes:
         now: simulated time in seconds; only :meth:`advance` moves it.
         ready: the callbacks that wait to be run.
+        timers: what is due some time, as a heap.
         failed: what callbacks and tasks have raised that nobody has caught.
     """
 
@@ -27,7 +28,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         self.failed: list[dict[str, Any]] = []
         self._tasks: list[asyncio.Task[Any]] = []
         self.ready: deque[asyncio.Handle] = deque()
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self.timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._order = itertools.count()
 
     def run_one(self) -> None:
@@ -39,22 +40,22 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
     def advance(self, seconds: float) -> None:
         """Let time pass; timers that are due become ready, in order."""
         self.now += seconds
-        while self._timers and self._timers[0][0] <= self.now:
-            self.ready.append(heapq.heappop(self._timers)[2])
+        while self.timers and self.timers[0][0] <= self.now:
+            self.ready.append(heapq.heappop(self.timers)[2])
 
     @property
     def next_timer(self) -> float | None:
         """When something is due; None: never."""
-        return self._timers[0][0] if self._timers else None
+        return self.timers[0][0] if self.timers else None
 
     def forget_timers(self) -> None:
         """Nothing is due any more."""
-        self._timers.clear()
+        self.timers.clear()
 
     def forget_timer(self, callback: Callable[..., object]) -> None:
         """That is never due."""
-        self._timers = [one for one in self._timers if one[2]._callback != callback]
-        heapq.heapify(self._timers)
+        self.timers = [one for one in self.timers if one[2]._callback != callback]
+        heapq.heapify(self.timers)
 
     def end(self) -> None:
         """Cancel all tasks, so that nothing is left of them."""
@@ -119,7 +120,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         context: contextvars.Context | None = None,
     ) -> asyncio.TimerHandle:
         handle = asyncio.TimerHandle(when, callback, args, self, context)
-        heapq.heappush(self._timers, (when, next(self._order), handle))
+        heapq.heappush(self.timers, (when, next(self._order), handle))
         return handle
 
     def create_future(self) -> asyncio.Future[Any]:

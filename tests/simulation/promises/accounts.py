@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from itertools import accumulate, pairwise
-from operator import attrgetter
+from itertools import chain, pairwise
+from operator import add, attrgetter
 from typing import Any
 
 from tests.simulation.machine.disks import PAGE
@@ -17,18 +17,21 @@ from torchstore_core.server.index.records import SessionRecord, Stored, Value, a
 from torchstore_core.server.memory.allocator import ALIGNMENT
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.spilling.policy import State, Tracked
+from torchstore_core.server.spilling.spilling import Spilling
 
 __all__ = ["Accounts"]
 
+# What may change of a value.
+_Facts = tuple[int, int, int, int, bytes | None, tuple[tuple[int, int], ...]]
+
 # This runs so often that it is written for speed: without comprehensions, which are calls.
-_pins = attrgetter("pins")
 _of_value = attrgetter("volume", "offset", "nbytes", "pins", "data", "more")
-_of_volume = attrgetter("inline", "leased", "unfinished", "lost", "allocator.used")
+_of_tracked = attrgetter("value", "state", "place", "extent", "is_inline", "gone")
 
 
 class Accounts:
-    """Those of one store. What they say of memory follows from the values, the leases and what is
-    free: while all of these are just what they were, they are not added up again.
+    """Those of one store. They follow from the values, the leases, what is free, and what the store
+    says of them: while all of these are just what they were, they are not added up again.
     """
 
     def __init__(self) -> None:
@@ -41,12 +44,12 @@ class Accounts:
         Raises:
             Violation: of the kind ``accounts``.
         """
-        volumes = controller.volumes
-        sessions = list(controller.sessions.values())
+        catalog, volumes = controller.catalog, controller.volumes
+        sessions: Collection[SessionRecord] = controller.sessions.values()
         if controller.detached.sessions:
-            sessions += controller.detached.sessions.values()
-        there = _in_catalog(controller.catalog)
-        pins: dict[Value, int] = {}
+            sessions = [*sessions, *controller.detached.sessions.values()]
+        there = _in_catalog(catalog)
+        leases: list[list[Value | None]] = []
         unfinished = [0] * len(volumes)
         for session in sessions:
             if session.txns:
@@ -55,25 +58,31 @@ class Accounts:
                     for index, nbytes in txn.granted.items():
                         unfinished[index] += nbytes
             if session.leases:
-                for held in session.leases.values():
-                    for leased in held:
-                        if leased is not None:
-                            there.append(leased)
-                            pins[leased] = pins.get(leased, 0) + 1
-        values = list(dict.fromkeys(there))  # each once
-        tracked: list[Tracked] = []
-        if controller.spilling.active:
-            tracked = _tracked(controller)
-            _check_tracked(controller, values)
-            _check_disk(controller, tracked)
-        if controller.catalog.held:
+                leases += session.leases.values()
+        count = len(there)
+        there += filter(None, chain.from_iterable(leases))
+        spilling = controller.spilling
+        spilled = _said_of_spilling(spilling) if spilling.active else None
+        if catalog.held:
             _check_holds(controller, sessions)
-        free = [volume.allocator.free_ranges() for volume in volumes]
-        said = [*map(_of_volume, volumes)]
-        now = values, [*map(_of_value, values)], pins, unfinished, free, said
-        if tracked or now != self._right:
-            _check_pins(values, pins)
-            _check_volumes(volumes, values, pins, unfinished, tracked, free)
+        said: list[Any] = []
+        for volume in volumes:
+            allocator = volume.allocator
+            said += volume.inline, volume.leased, volume.unfinished, volume.lost, allocator.used
+            said.append(allocator._by_start.copy())
+        facts = [*map(_of_value, there)]
+        now = count, there, facts, unfinished, said, spilled
+        if now != self._right:
+            values = dict(zip(there, facts, strict=True))  # each once
+            pins: dict[Value, int] = {}
+            for leased in there[count:]:
+                pins[leased] = pins.get(leased, 0) + 1
+            tracked: list[Tracked] = []
+            if spilling.active:
+                tracked = _tracked(spilling)
+                _check_tracked(spilling, values)
+                _check_disk(spilling, tracked)
+            _check_volumes(volumes, values, pins, unfinished, tracked)
             self._right = now
 
 
@@ -101,16 +110,7 @@ def _in_catalog(catalog: Catalog) -> list[Value]:
     return values
 
 
-def _check_pins(values: Collection[Value], pins: dict[Value, int]) -> None:
-    """Each value has as many leases as it says."""
-    # None of the others says that it has any, if as many say so as there are.
-    said = sum(map(bool, map(_pins, values)))
-    if said != len(pins) or [*map(_pins, pins)] != [*pins.values()]:
-        wrong = next(value for value in values if value.pins != pins.get(value, 0))
-        raise Violation("accounts", f"{wrong} has {pins.get(wrong, 0)} leases")
-
-
-def _check_holds(controller: Controller, sessions: list[SessionRecord]) -> None:
+def _check_holds(controller: Controller, sessions: Collection[SessionRecord]) -> None:
     """Each version that is held is, by as many sessions and tickets as it says."""
     counts = dict.fromkeys(controller.catalog.held.values(), 0)
     holders = [session.holds for session in sessions if session.holds]
@@ -128,25 +128,37 @@ def _check_holds(controller: Controller, sessions: list[SessionRecord]) -> None:
             raise Violation("accounts", f"{what} has {count} holds, not {held.count}")
 
 
-def _check_tracked(controller: Controller, values: Collection[Value]) -> None:
+def _said_of_spilling(spilling: Spilling) -> Any:
+    """All that the checks below look at."""
+    residency, mover = spilling.values, spilling._mover
+    there, orders = residency._tracked.copy(), residency._by_use.values()
+    facts = [*map(_of_tracked, there.values())]
+    said = [*map(len, orders), *residency.bytes_of.values()]
+    if mover is not None:
+        said.append(mover.file.used)
+        facts += map(_of_tracked, mover.reading)
+    return there, facts, said
+
+
+def _tracked(spilling: Spilling) -> list[Tracked]:
+    """All that has a place on the disk, or in memory, because it may leave memory."""
+    mover = spilling._mover
+    reading = [] if mover is None else [one for one in mover.reading if one.gone]
+    return [*spilling.values.all(), *reading]
+
+
+def _check_tracked(spilling: Spilling, values: Collection[Value]) -> None:
     """What may leave memory is there, and adds up."""
-    residency = controller.spilling.values
+    residency = spilling.values
     there = residency.tracked(values)
     nbytes = sum([one.value.nbytes for one in there])
     if len(there) != len(residency) or nbytes > sum(residency.bytes_of.values()):
         raise Violation("accounts", f"{len(residency)} values may leave memory, not {len(there)}")
 
 
-def _tracked(controller: Controller) -> list[Tracked]:
-    """All that has a place on the disk, or in memory, because it may leave memory."""
-    mover = controller.spilling._mover
-    reading = [] if mover is None else [one for one in mover.reading if one.gone]
-    return [*controller.spilling.values.all(), *reading]
-
-
-def _check_disk(controller: Controller, tracked: list[Tracked]) -> None:
+def _check_disk(spilling: Spilling, tracked: list[Tracked]) -> None:
     """What is on disk lies there alone. (Nobody knows what is written for nothing.)"""
-    mover = controller.spilling._mover
+    mover = spilling._mover
     if mover is None:
         return
     pages: set[int] = set()
@@ -169,48 +181,54 @@ def _check_disk(controller: Controller, tracked: list[Tracked]) -> None:
 
 def _check_volumes(
     volumes: list[VolumeRecord],
-    values: Collection[Value],
-    pins: Iterable[Value],
+    values: dict[Value, _Facts],
+    pins: dict[Value, int],
     unfinished: list[int],
     tracked: list[Tracked],
-    free: list[list[tuple[int, int]]],
 ) -> None:
-    ranges = [*map(list, free)]
+    """Values have as many leases as they say, and all memory is of one of them, or free."""
+    # Where ranges begin, and where they end; the end of a volume counts among those that begin, and
+    # its beginning among those that end.
+    starts: list[list[int]] = []
+    ends: list[list[int]] = []
+    for volume in volumes:
+        free = volume.allocator._by_start
+        starts.append([volume.allocator.capacity, *free])
+        ends.append([0, *map(add, free, free.values())])
     inline, leased = [0] * len(volumes), [0] * len(volumes)
-    if tracked:
-        away: set[Value] = set()
-        for one in tracked:
-            if one.state is State.READING:
-                away.add(one.value)
-                at, offset = one.place
-                if one.is_inline:
-                    inline[at] += one.nbytes
-                else:
-                    ranges[at].append((offset, one.nbytes))
-            elif one.state is State.ON_DISK:
-                away.add(one.value)
-        values = [value for value in values if value not in away]
-        pins = [value for value in pins if value not in away]
-    for value in values:
-        if value.data is not None:
-            inline[value.volume] += value.nbytes
+    away: set[Value] = set()
+    for one in tracked:
+        if one.state is State.READING:
+            away.add(one.value)
+            at, offset = one.place
+            if one.is_inline:
+                inline[at] += one.nbytes
+            else:
+                starts[at].append(offset)
+                ends[at].append(offset + one.nbytes)
+        elif one.state is State.ON_DISK:
+            away.add(one.value)
+    for value, (volume_at, offset, nbytes, pinned, data, more) in values.items():
+        count = pins.get(value, 0)
+        if pinned != count:
+            raise Violation("accounts", f"{value} has {count} leases")
+        if value in away:
             continue
-        size = (value.nbytes + ALIGNMENT - 1) & -ALIGNMENT
-        ranges[value.volume].append((value.offset, size))
-        if value.more:
-            for at, offset in value.more:
-                ranges[at].append((offset, size))
-    for value in pins:
-        size = (value.nbytes + ALIGNMENT - 1) & -ALIGNMENT
-        for at, _ in value.places:
-            leased[at] += size
+        if data is not None:
+            inline[volume_at] += nbytes
+            continue
+        size = (nbytes + ALIGNMENT - 1) & -ALIGNMENT
+        for at, start in ((volume_at, offset), *more) if more else ((volume_at, offset),):
+            starts[at].append(start)
+            ends[at].append(start + size)
+            if count:
+                leased[at] += size
     for volume in volumes:
         if volume.lost:
             continue
         at, allocator = volume.index, volume.allocator
-        _check_ranges(allocator.capacity, ranges[at])
-        # As whatever is not free is held by a value.
-        used = allocator.capacity - sum(dict(free[at]).values())
+        _check_ranges(starts[at], ends[at])
+        used = allocator.capacity - sum(allocator._by_start.values())
         said = (volume.inline, volume.leased, volume.unfinished, allocator.used)
         counted = (inline[at], leased[at], unfinished[at], used)
         if said != counted:
@@ -221,11 +239,10 @@ def _check_volumes(
             )
 
 
-def _check_ranges(capacity: int, ranges: list[tuple[int, int]]) -> None:
-    """The ranges, as (offset, bytes), are all of a volume, and no part of it is of two."""
-    ranges.sort()
-    starts, sizes = zip(*ranges, strict=True)
-    starts, ends = (*starts, capacity), tuple(accumulate(sizes, initial=0))
+def _check_ranges(starts: list[int], ends: list[int]) -> None:
+    """Ranges are all of a volume, and no part of it is of two: each begins where one ends."""
+    starts.sort()
+    ends.sort()
     if starts == ends:
         return
     start, end = next(pair for pair in zip(starts, ends, strict=True) if pair[0] != pair[1])

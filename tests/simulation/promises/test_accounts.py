@@ -15,6 +15,7 @@ from torchstore_core.contracts.strategy import ClientFacts, Strategy
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.records import SessionRecord, Value
 from torchstore_core.server.memory.volume_record import Halves
+from torchstore_core.server.spilling.policy import State
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
 
@@ -22,7 +23,9 @@ FACTS = ClientFacts(1, "host", "host")
 
 
 class Store:
-    """A value that is leased, one that travels inside messages, and a put that is under way."""
+    """A value that is leased, one that travels inside messages, one that may be evicted, and a put
+    that is under way.
+    """
 
     def __init__(self) -> None:
         halves = cast(Halves, None)
@@ -34,10 +37,14 @@ class Store:
         self.controller.commit(self.session, 1)
         self.controller.locate(self.session, m.Locate(3, 1, [m.Want("leased")], 0))
         self.put(4, "unfinished", 2 * LINE)
+        self.put(5, "evictable", LINE, when_full=m.EVICTABLE)
+        self.controller.commit(self.session, 5)
 
-    def put(self, txn: int, key: str, nbytes: int, data: bytes | None = None) -> None:
+    def put(
+        self, txn: int, key: str, nbytes: int, data: bytes | None = None, when_full: int = m.PINNED
+    ) -> None:
         item = m.PutItem(key, TensorMeta("uint8", (nbytes,)), nbytes, data)
-        self.controller.put(self.session, m.Put(txn, txn, [item]))
+        self.controller.put(self.session, m.Put(txn, txn, [item], when_full=when_full))
 
     def value(self, key: str) -> Value:
         found = self.controller.catalog.newest[key]
@@ -118,6 +125,20 @@ def _ends_a_put(store: Store) -> None:
     store.session.txns.clear()
 
 
+def _tracks_what_is_gone(store: Store) -> None:
+    residency = store.controller.spilling.values
+    residency._tracked[0] = residency.all()[0]
+
+
+def _counts_cached(store: Store) -> None:
+    store.controller.spilling.values.bytes_of[State.CACHED] -= LINE
+
+
+def _is_said_to_be_away(store: Store) -> None:
+    (cached,) = store.controller.spilling.values.all()
+    cached.state = State.ON_DISK
+
+
 @pytest.mark.parametrize(
     "breaks",
     [
@@ -125,6 +146,7 @@ def _ends_a_put(store: Store) -> None:
         *(_is_leased_no_more, _is_lost_to_the_catalog, _is_freed, _is_taken_by_nobody, _is_used),
         *(_is_free_no_more, _counts_inline, _counts_leased, _counts_unfinished),
         *(_was_granted_less, _ends_a_put),
+        *(_tracks_what_is_gone, _counts_cached, _is_said_to_be_away),
     ],
 )
 def test_what_is_wrong_is_seen(breaks: Callable[[Store], None]) -> None:
