@@ -18,10 +18,14 @@
 #include <immintrin.h>
 
 /* Ranges of which one after the other has a turn. */
-#define LANES 4
+#define LANES 2
 #define STRIPE 64
 #define STRIPES 16
-#define AHEAD 1024
+/* Blocks of stripes of a turn, and how far ahead of them is prefetched, where nothing is copied. A copy
+ * takes turns after each, and leaves prefetching to the hardware: its own stores are in the way of
+ * further requests. */
+#define TURN 4
+#define AHEAD 2048
 #define DIGEST 16
 /* Shorter ranges have other formulas. */
 #define SHORTEST 241
@@ -91,7 +95,7 @@ INLINED void scramble(__m256i *sums) {
 /* Adds ``stripes`` stripes, and copies them if ``to`` is not NULL; ``stream``: past the cache. */
 INLINED void add_stripes(__m256i *sums, char *to, const char *from, size_t stripes, int stream) {
     for (size_t one = 0; one < stripes; one++, from += STRIPE) {
-        _mm_prefetch(from + AHEAD, _MM_HINT_T0);
+        if (to == NULL) _mm_prefetch(from + AHEAD, _MM_HINT_NTA);
         __m256i words[2] = {load(from), load(from + 32)};
         for (int half = 0; half < 2 && to != NULL; half++) {
             __m256i *there = (__m256i *)(to + one * STRIPE) + half;
@@ -156,11 +160,14 @@ AVX2 static void hash_all(const Run *runs, Py_ssize_t count) {
             if (lane->run.nbytes - lane->at > STRIPES * STRIPE) {
                 char *to = lane->run.to == NULL ? NULL : lane->run.to + lane->at;
                 __m256i sums[2] = {lane->sums[0], lane->sums[1]};
-                add_some(sums, to, lane->run.from + lane->at, STRIPES);
-                scramble(sums);
+                int left = to == NULL ? TURN : 1;
+                do {
+                    add_some(sums, to, lane->run.from + lane->at, STRIPES);
+                    scramble(sums);
+                    lane->at += STRIPES * STRIPE;
+                } while (--left > 0 && lane->run.nbytes - lane->at > STRIPES * STRIPE);
                 lane->sums[0] = sums[0];
                 lane->sums[1] = sums[1];
-                lane->at += STRIPES * STRIPE;
                 at++;
             } else {
                 finish(lane);

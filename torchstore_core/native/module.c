@@ -7,8 +7,8 @@
  * before overwriting it, at half the memory's speed. A set of weights is larger than any cache, so
  * it is streamed however small its pieces are.
  *
- * Four pages are interleaved so that four DRAM rows and TLB entries are in flight, unless that would
- * make loads wait for stores (see ``look_same``): then lines are copied one after the other.
+ * Lines are copied one after the other, with the widest stores that all processors with AVX2 have: the
+ * hardware follows one sequence further ahead than several that take turns.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -22,13 +22,6 @@
 #define STREAM_MIN 16384
 
 #if defined(__x86_64__)
-/* Whether to the processor, which compares the last twelve bits of addresses first, a load from
- * ``src`` or soon after it looks like one of what was just stored to ``dst``: then it waits for the
- * store, which takes long for one that bypasses the cache. */
-static int look_same(const char *dst, const char *src) {
-    return (((uintptr_t)dst - (uintptr_t)src + 63) & 4095) < 512;
-}
-
 static void stream_line(char *to, const char *from) {
     __m128i a = _mm_loadu_si128((const __m128i *)from);
     __m128i b = _mm_loadu_si128((const __m128i *)(from + 16));
@@ -40,40 +33,46 @@ static void stream_line(char *to, const char *from) {
     _mm_stream_si128((__m128i *)(to + 48), d);
 }
 
-#define AHEAD 512
+/* So far ahead, memory is there in time, and still in the cache of the processor's own. */
+#define AHEAD 4096
 
-/* Copies one line after the other, and prefetches what follows them at ``next``; returns how many
- * bytes those lines have. */
-static size_t stream_lines(char *dst, const char *src, size_t n, const char *next) {
-    n &= ~(size_t)63;
-    size_t last = n > AHEAD ? n - AHEAD : 0;
-    for (size_t at = 0; at < n; at += 64) {
-        _mm_prefetch(at < last ? src + at + AHEAD : next + (at - last), _MM_HINT_T0);
-        stream_line(dst + at, src + at);
+__attribute__((target("avx2"))) static inline void stream_wide_line(char *to, const char *from) {
+    __m256i a = _mm256_loadu_si256((const __m256i *)from);
+    __m256i b = _mm256_loadu_si256((const __m256i *)(from + 32));
+    _mm256_stream_si256((__m256i *)to, a);
+    _mm256_stream_si256((__m256i *)(to + 32), b);
+}
+
+/* Copies one line after the other, and prefetches what follows them at ``next``, if that is known;
+ * returns how many bytes those lines have. */
+#define STREAM_LINES(name, stream)                                                                 \
+    static size_t name(char *dst, const char *src, size_t n, const char *next) {                   \
+        n &= ~(size_t)63;                                                                          \
+        size_t last = n > AHEAD ? n - AHEAD : 0;                                                   \
+        for (size_t at = 0; at < n; at += 64) {                                                    \
+            if (at < last) _mm_prefetch(src + at + AHEAD, _MM_HINT_NTA);                           \
+            else if (next != NULL) _mm_prefetch(next + (at - last), _MM_HINT_NTA);                 \
+            stream(dst + at, src + at);                                                            \
+        }                                                                                          \
+        return n;                                                                                  \
     }
-    return n;
+STREAM_LINES(stream_narrow_lines, stream_line)
+__attribute__((target("avx2"))) STREAM_LINES(stream_wide_lines, stream_wide_line)
+
+static size_t stream_lines(char *dst, const char *src, size_t n, const char *next) {
+    if (__builtin_cpu_supports("avx2")) return stream_wide_lines(dst, src, n, next);
+    return stream_narrow_lines(dst, src, n, next);
 }
 #endif
 
-static void copy_stream(char *dst, const char *src, size_t n) {
+/* ``next``: what is copied after it, or NULL. */
+static void copy_stream(char *dst, const char *src, size_t n, const char *next) {
 #if defined(__x86_64__)
     if (n >= STREAM_MIN) {
         size_t head = (size_t)(-(uintptr_t)dst) & 63;
         memcpy(dst, src, head);
-        dst += head; src += head; n -= head;
-        if (look_same(dst, src)) {
-            size_t done = stream_lines(dst, src, n, src + n);
-            dst += done; src += done; n -= done;
-        }
-        while (n >= 4 * 4096) {
-            for (size_t at = 0; at < 4096; at += 64) {
-                for (size_t page = 0; page < 4; page++) {
-                    _mm_prefetch(src + page * 4096 + at + 256, _MM_HINT_T0);
-                    stream_line(dst + page * 4096 + at, src + page * 4096 + at);
-                }
-            }
-            src += 4 * 4096; dst += 4 * 4096; n -= 4 * 4096;
-        }
+        size_t done = head + stream_lines(dst + head, src + head, n - head, next);
+        dst += done; src += done; n -= done;
         _mm_sfence();
     }
 #endif
@@ -89,7 +88,8 @@ typedef struct {
 static void copy_all(const Piece *pieces, Py_ssize_t count, int stream) {
     Py_BEGIN_ALLOW_THREADS
     for (Py_ssize_t at = 0; at < count; at++) {
-        if (stream) copy_stream(pieces[at].dst, pieces[at].src, pieces[at].nbytes);
+        const char *next = at + 1 < count ? pieces[at + 1].src : NULL;
+        if (stream) copy_stream(pieces[at].dst, pieces[at].src, pieces[at].nbytes, next);
         else memcpy(pieces[at].dst, pieces[at].src, pieces[at].nbytes);
     }
     Py_END_ALLOW_THREADS
@@ -203,6 +203,13 @@ static void stream_each(char *dst, const char *src, size_t n, size_t rows, ptrdi
         size_t done = head + stream_lines(dst + head, src + head, n - head, src + src_step);
         memcpy(dst + done, src + done, n - done);
     }
+}
+
+/* Whether to the processor, which compares the last twelve bits of addresses first, a load from
+ * ``src`` or soon after it looks like one of what was just stored to ``dst``: then it waits for the
+ * store, which takes long for one that bypasses the cache. */
+static int look_same(const char *dst, const char *src) {
+    return (((uintptr_t)dst - (uintptr_t)src + 63) & 4095) < 512;
 }
 
 /* Whether in many of the pairs of TOGETHER rows, the lines of the one look like those of the other. */

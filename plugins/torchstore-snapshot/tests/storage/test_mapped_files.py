@@ -1,4 +1,6 @@
-"""Mapped files that are not in the page cache are read in large requests, and nothing else is."""
+"""Mapped files are read in large requests, also where they are not in the page cache, and nothing
+beside what is needed is.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,11 @@ import resource
 from pathlib import Path
 
 import pytest
+import torch
 
+from torchstore_snapshot import Snapshot, StateDict
 from torchstore_snapshot.restoring.mappings import MappedFile, address_of
+from torchstore_snapshot.restoring.restore import Verify
 from torchstore_snapshot.storage.base import Mapping
 from torchstore_snapshot.storage.mapping import map_file
 
@@ -93,3 +98,27 @@ def test_a_file_that_has_become_shorter_cannot_be_read(tmp_path: Path) -> None:
     os.truncate(path, 2 * _PAGE)
     assert mapped.populate(0, 2 * _PAGE)
     assert not mapped.populate(_PAGE, 4 * _PAGE)
+
+
+@pytest.mark.parametrize("verify", [True, False, "streaming"])
+def test_tensors_beside_each_other_are_read_with_one_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: Verify
+) -> None:
+    """In whatever order the program has them."""
+    count = 300
+    names = [f"w{at:03}" for at in range(count)]
+    random.Random(2).shuffle(names)
+    state = {name: torch.full((1000,), at) for at, name in enumerate(names)}
+    snapshot = Snapshot.take(tmp_path / "s", {"model": StateDict(**state)})
+    requests: list[tuple[int, int]] = []
+    populate = MappedFile.populate
+
+    def noted(self: MappedFile, begin: int, end: int) -> bool:
+        requests.append((begin, end))
+        return populate(self, begin, end)
+
+    monkeypatch.setattr(MappedFile, "populate", noted)
+    found = {name: torch.zeros(1000, dtype=torch.int64) for name in sorted(names)}
+    snapshot.restore({"model": StateDict(**found)}, verify=verify)
+    assert all(torch.equal(found[name], state[name]) for name in names)
+    assert 1 <= len(requests) <= count // 30

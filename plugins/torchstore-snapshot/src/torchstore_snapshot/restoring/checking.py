@@ -13,7 +13,7 @@ from torchstore_snapshot.format.hashes import HASH, blocks, combined
 from torchstore_snapshot.format.manifest import Piece
 from torchstore_snapshot.progress import Advance
 from torchstore_snapshot.restoring.fetching import REQUESTS, WINDOW, Fetched, Span, windows
-from torchstore_snapshot.restoring.files import Files
+from torchstore_snapshot.restoring.files import Files, adjacent
 from torchstore_snapshot.restoring.hashing import hashes_of
 from torchstore_snapshot.restoring.mappings import address_of
 from torchstore_snapshot.threads import run_tasks
@@ -64,10 +64,11 @@ class Range(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """A block to be hashed, and where its hash goes."""
+    """A block to be hashed: its file, its first byte and its end there, and where its hash goes."""
 
     of: Range
-    begin: int
+    file: int
+    start: int
     end: int
     found: dict[int, bytes]
     number: int
@@ -162,7 +163,7 @@ def check_ranges(
         SnapshotCorruptError: the bytes of a piece have changed.
     """
     known = {(of.piece.file, of.piece.start, of.begin, of.end): of for of in ranges}
-    distinct = list(known.values())
+    distinct = [known[at] for at in sorted(known)]
     if limits.nbytes is not None or not (isinstance(files, Files) and files.remote):
         _check(files, distinct, advance, limits)
         return
@@ -184,8 +185,9 @@ def _check(
         group: list[_Block] = []
         room = _GROUP
         for of, found in zip(distinct, hashes, strict=True):
-            for number, begin, end in checkable(of, files.block(of.piece.file)):
-                group.append(_Block(of, begin, end, found, number))
+            file, first = of.piece.file, of.piece.start
+            for number, begin, end in checkable(of, files.block(file)):
+                group.append(_Block(of, file, first + begin, first + end, found, number))
                 room -= end - begin
                 if room <= 0:
                     yield functools.partial(_hash_blocks, files, group, advance, limits)
@@ -204,21 +206,23 @@ def _hash_blocks(
 ) -> None:
     mapped: list[_Block] = []
     runs: list[Run] = []
-    for block in group:
-        piece = block.of.piece
-        start, nbytes = piece.start + block.begin, block.end - block.begin
-        window = files.window(piece.file, start, nbytes)
+    for together in adjacent(group):
+        file, start = together[0].file, together[0].start
+        window = files.window(file, start, together[-1].end - start)
         if window is not None:
-            mapped.append(block)
-            runs.append((0, address_of(window), nbytes))
-        else:
-            block.found[block.number] = _hash_read(files, block.of, start, nbytes, limits)
+            moved = address_of(window) - start
+            mapped += together
+            runs += [(0, moved + block.start, block.end - block.start) for block in together]
+            continue
+        for block in together:
+            nbytes = block.end - block.start
+            block.found[block.number] = _hash_read(files, block.of, block.start, nbytes, limits)
     for block, digest in zip(mapped, hashes_of(runs), strict=True):
         block.found[block.number] = digest
-    for index in {block.of.piece.file for block in mapped}:
+    for index in {block.file for block in mapped}:
         files.check_kept(index)
     if advance is not None:
-        advance(sum(block.end - block.begin for block in group))
+        advance(sum(block.end - block.start for block in group))
 
 
 def _hash_read(files: Files | Fetched, of: Range, start: int, nbytes: int, limits: Limits) -> bytes:

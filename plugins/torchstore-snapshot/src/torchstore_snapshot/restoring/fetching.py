@@ -7,7 +7,7 @@ from __future__ import annotations
 import bisect
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torchstore_snapshot.errors import SnapshotCorruptError
@@ -42,7 +42,7 @@ def hold_max() -> int:
     return max(WINDOW, free // 4)
 
 
-def merged(spans: Sequence[Span], gap: int) -> list[Span]:
+def merged(spans: Iterable[Span], gap: int) -> list[Span]:
     """Return the ranges to be requested for all ``spans``: those with at most ``gap`` bytes between
     them become one.
 
@@ -50,14 +50,18 @@ def merged(spans: Sequence[Span], gap: int) -> list[Span]:
     [Span(file=0, begin=0, end=20), Span(file=0, begin=90, end=95), Span(file=1, begin=0, end=5)]
     """
     found: list[Span] = []
-    for span in sorted(spans):
-        if span.end <= span.begin:
+    last, first, until = -1, 0, 0
+    for file, begin, end in sorted(spans):
+        if end <= begin:
             continue
-        last = found[-1] if found else None
-        if last is not None and last.file == span.file and span.begin - last.end <= gap:
-            found[-1] = last._replace(end=max(last.end, span.end))
-        else:
-            found.append(span)
+        if file == last and begin - until <= gap:
+            until = max(until, end)
+            continue
+        if last >= 0:
+            found.append(Span(last, first, until))
+        last, first, until = file, begin, end
+    if last >= 0:
+        found.append(Span(last, first, until))
     return found
 
 

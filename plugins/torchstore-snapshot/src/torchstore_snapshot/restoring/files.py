@@ -5,14 +5,16 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 from torchstore_snapshot.errors import SnapshotCorruptError
 from torchstore_snapshot.format.manifest import Manifest, Piece
 from torchstore_snapshot.restoring.mappings import MappedFile
 from torchstore_snapshot.storage.base import Maps, Reader, Storage
 
-__all__ = ["Files", "Rows"]
+__all__ = ["Files", "Rows", "adjacent"]
+
+P = TypeVar("P", bound="_Part")
 
 # From this share of a file on, all of it may be read ahead.
 _MOST = 0.9
@@ -161,6 +163,31 @@ class Files:
     def damaged(self, piece: Piece, path: str) -> SnapshotCorruptError:
         """Return the error for a piece whose hash is wrong."""
         return self.corrupt(piece.file, f"has other bytes of {path!r} than were written", path)
+
+
+class _Part(Protocol):
+    @property
+    def file(self) -> int: ...
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def end(self) -> int: ...
+
+
+def adjacent(parts: Sequence[P]) -> Iterator[Sequence[P]]:
+    """Divide parts of files into groups that touch each other: there is one window for each group,
+    since every window is a call of the kernel.
+    """
+    first = 0
+    for at in range(1, len(parts)):
+        last, part = parts[at - 1], parts[at]
+        if part.start != last.end or part.file != last.file:
+            yield parts[first:at]
+            first = at
+    if parts:
+        yield parts[first:]
 
 
 def _needed(start: int, nbytes: int, rows: Rows | None) -> Iterator[tuple[int, int]]:

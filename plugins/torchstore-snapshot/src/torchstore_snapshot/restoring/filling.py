@@ -18,7 +18,7 @@ from torchstore_snapshot.format.manifest import Piece
 from torchstore_snapshot.progress import Advance
 from torchstore_snapshot.restoring.checking import Limits, Range, checkable
 from torchstore_snapshot.restoring.fetching import Fetched
-from torchstore_snapshot.restoring.files import Files, Rows
+from torchstore_snapshot.restoring.files import Files, Rows, adjacent
 from torchstore_snapshot.restoring.hashing import hashes_of
 from torchstore_snapshot.restoring.mappings import address_of
 from torchstore_snapshot.taking.writing import bytes_of
@@ -64,12 +64,13 @@ class Read:
     @property
     def rows(self) -> Rows | None:
         """Which parts of the span are read: a row for each index of the box's first dimension that
-        has several. None if it has none.
+        has several. None if it is all of the span.
         """
-        strides = strides_of(self.source.shape)
+        begin, end = self.span
         several = [d for d, extent in enumerate(self.box.shape) if extent > 1]
-        if not several:
+        if end - begin == self.target.nbytes or not several:
             return None
+        strides = strides_of(self.source.shape)
         first = several[0]
         last = sum((self.box.shape[d] - 1) * strides[d] for d in several[1:])
         itemsize = self.target.itemsize
@@ -126,7 +127,7 @@ def tasks(
         found = hashes.get(index)
         memory = bytes_of(read.path, target)
         for start, stop, number in _parts(files, read, hashed=found is not None):
-            if group and (stop - start > room or group[0].read.piece.file != read.piece.file):
+            if group and (stop - start > room or group[0].file != read.piece.file):
                 yield functools.partial(_fill, files, group, advance, limits)
                 group, room = [], most
             keep = found if number >= 0 else None
@@ -150,6 +151,10 @@ class _Part(NamedTuple):
     memory: memoryview
     found: dict[int, bytes] | None
     number: int
+
+    @property
+    def file(self) -> int:
+        return self.read.piece.file
 
     @property
     def end(self) -> int:
@@ -182,30 +187,25 @@ def _fill(
     plain: list[copying.Run] = []
     hashed: list[copying.Run] = []
     found: list[tuple[dict[int, bytes], int]] = []
-    at = 0
-    while at < len(group):
-        last = at + 1
-        while last < len(group) and group[last].start == group[last - 1].end:
-            last += 1
-        start = group[at].start
-        window = files.window(group[at].read.piece.file, start, group[last - 1].end - start)
-        for part in group[at:last]:
+    for together in adjacent(group):
+        start = together[0].start
+        window = files.window(together[0].file, start, together[-1].end - start)
+        for part in together:
             if window is None:
                 _fill_by_reading(files, part, limits)
                 continue
-            source = window[part.start - start : part.end - start]
-            run = address_of(part.memory), address_of(source), len(source)
+            source = address_of(window) + part.start - start
+            run = address_of(part.memory), source, len(part.memory)
             if part.found is None:
                 plain.append(run)
             else:
                 hashed.append(run)
                 found.append((part.found, part.number))
-        at = last
     # Faster than reading: with stores that bypass the cache.
     copying.copy_pieces(plain, stream=True)
     for (hashes, number), digest in zip(found, hashes_of(hashed), strict=True):
         hashes[number] = digest
-    files.check_kept(group[0].read.piece.file)
+    files.check_kept(group[0].file)
     if advance is not None:
         advance(sum(len(part.memory) for part in group))
 

@@ -114,11 +114,17 @@ def execute(
         threads = max(1, min(most, budget // _THREAD_MIN))
         # Storage libraries have a copy of what they return.
         limits = Limits(threads, max(budget, _BUDGET_MIN) // threads // (2 if files.remote else 1))
+    total = _total(files, reads, check) if progress else 0
+    with metered(progress, "restoring", total) as advance:
+        _execute(files, reads, check, advance, limits, ready)
+
+
+def _total(files: Files, reads: Sequence[Read], check: Check | None) -> int:
+    """How many bytes are checked and read, one after the other."""
     total = bytes_read(reads)
     for of in _ranges(files, reads, check):
         total += sum(end - begin for _, begin, end in checkable(of, files.block(of.piece.file)))
-    with metered(progress, "restoring", total) as advance:
-        _execute(files, reads, check, advance, limits, ready)
+    return total
 
 
 def open_files(files: Files, reads: Sequence[Read]) -> None:
@@ -186,8 +192,10 @@ def _execute(
 
 def _map(files: Files | Fetched, reads: Sequence[Read], checked: Sequence[Range]) -> None:
     """Map what will be read and checked."""
-    dense = (read for read in reads if read.rows is None or not read.rows.apart)
-    spans = [Span(read.piece.file, *read.span) for read in dense] + [of.span for of in checked]
+    spans = {of.span for of in checked}
+    for read in reads:
+        if (rows := read.rows) is None or not rows.apart:
+            spans.add(Span(read.piece.file, *read.span))
     ranges: dict[int, list[tuple[int, int]]] = {read.piece.file: [] for read in reads}
     for file, begin, end in merged(spans, 0):
         ranges[file].append((begin, end))
