@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from torchstore_core.machine.directories import PrivateDirectory
 from torchstore_core.server.remote.relay import Relay
 from torchstore_core.server.remote.relay_server import RelayRequests, RelayServer
 from torchstore_core.server.server import Server, ServerOptions
+from torchstore_core.server.serving.conversation import Conversation
 
 __all__ = ["Backstage", "Direct", "Relayed"]
 
@@ -116,7 +118,7 @@ class Relayed:
             ServerOptions(capacity=CAPACITY, prefault=0, directory=str(base / "server"))
         )
         self.direct = await self.server.start()
-        self.relay_server = RelayServer(self.server, expire_s=expire_s)
+        self.relay_server = RelayServer(partial(Conversation, self.server), expire_s=expire_s)
         self.uplink = Direct(self.relay_server, topology.probe())
         self.relay = Relay(
             self.uplink, PrivateDirectory(str(base / "relay")), self._lost, expire_s=expire_s

@@ -434,4 +434,5 @@ async def test_the_server_knows_which_relay_carries_a_client(relayed: Relayed) -
         assert set(relayed.stage.call(tokens)) == {None, relayed.uplink.token}
         await ts.shutdown(relayed.address)
         await until(lambda: relayed.books()[0] == 1)
+        relayed.stage.call(relayed.relay_server.close, relayed.uplink.token)
         assert relayed.stage.call(tokens) == [None, None]
