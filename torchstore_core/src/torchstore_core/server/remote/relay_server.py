@@ -100,9 +100,15 @@ class _RemoteRelay:
     """The server's side of one relay, with a conversation for each of its connections."""
 
     def __init__(
-        self, converse: Converse, topology: Topology, expire_s: float, clock: Callable[[], float]
+        self,
+        converse: Converse,
+        topology: Topology,
+        expire_s: float,
+        clock: Callable[[], float],
+        push: Callable[[bytes], None] | None,
     ) -> None:
         self._converse = converse
+        self._push = push
         self._name = secrets.token_bytes(8)
         self._clock = clock
         self.expire_s = expire_s
@@ -178,8 +184,16 @@ class _RemoteRelay:
 
     def _send(self, reply: RelayReply) -> None:
         self._outbox.append(reply)
-        if not self._exchanging:  # otherwise the exchange returns it, not a poll
+        if self._exchanging:  # which returns it
+            return
+        if self._push is None:
             self._filled.set()
+        elif len(self._outbox) == 1:
+            asyncio.get_running_loop().call_soon(self._push_outbox, self._push)
+
+    def _push_outbox(self, push: Callable[[bytes], None]) -> None:
+        if self._outbox:
+            push(msgspec.msgpack.encode(self._take_outbox()))
 
     def _take_outbox(self) -> list[RelayReply]:
         replies, self._outbox = self._outbox, []
@@ -215,18 +229,20 @@ class RelayServer:
         """The tokens of the uplinks that are open."""
         return self._relays.keys()
 
-    def open(self, topology: bytes) -> bytes:
+    def open(self, topology: bytes, push: Callable[[bytes], None] | None = None) -> bytes:
         """Open an uplink for a relay; returns the uplink's token.
 
         Args:
             topology: the encoded Topology of the relay's host.
+            push: sends the relay what ``poll`` would return, in order, for engines that can; then
+                ``poll`` only shows that the relay is alive.
 
         Raises:
             msgspec.DecodeError: ``topology`` cannot be decoded.
         """
         there = msgspec.msgpack.decode(topology, type=Topology)
         token = secrets.token_bytes(16)
-        self._relays[token] = _RemoteRelay(self._converse, there, self._expire_s, self._clock)
+        self._relays[token] = _RemoteRelay(self._converse, there, self._expire_s, self._clock, push)
         return token
 
     def exchange(self, token: bytes, requests: bytes) -> bytes:
