@@ -176,12 +176,6 @@ async def test_a_rank_dies_while_there_is_no_server(killed: int) -> None:
         await until(lambda: nothing_left(server), 20)
 
 
-async def test_ranks_of_several_hosts_have_no_keeper() -> None:
-    env = ts.SPMDEnv(0, 0, 2, 1, "127.0.0.1", free_port())
-    with pytest.raises(ts.ConfigurationError, match="keeper"):
-        await ts.initialize_spmd(env=env, **SMALL, keeper=True)
-
-
 @pytest.mark.quick
 async def test_a_store_ends_when_all_ranks_end_without_shutdown() -> None:
     with job("end_without_shutdown") as ranks:

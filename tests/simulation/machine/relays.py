@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -42,7 +43,7 @@ class Uplink:
     def __init__(self, world: World) -> None:
         self.severed = False
         self._world = world
-        self._server = RelayServer(world.server, clock=world.loop.time)
+        self._server = RelayServer(partial(Conversation, world.server), clock=world.loop.time)
         self._token = self._server.open(msgspec.msgpack.encode(world.here))
         self._calls: deque[tuple[int, bytes | None, asyncio.Future[bytes]]] = deque()
         self._number = 0

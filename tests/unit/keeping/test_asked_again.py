@@ -48,7 +48,7 @@ async def come_back(
 ) -> tuple[RecordedController, Returning, SessionRecord]:
     """The next life, in which the connection of the only session is there."""
     controller = life(log, records)
-    returning = Returning(controller, LIFE, lambda session: None)
+    returning = Returning(controller, LIFE, lambda session: None, lambda session, then: then())
     session = controller.sessions[token]
     returning.begin({session.serial})
     return controller, returning, session

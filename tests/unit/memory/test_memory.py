@@ -121,9 +121,7 @@ def test_what_is_registered_is_not_given_back(memory):
 
 def make_controller(memory: SegmentMemory) -> Controller:
     info = m.VolumeInfo("v", 0, os.getpid(), probe(), memory.nbytes, {})
-    return Controller(
-        [VolumeRecord(info, memory, AttachedHalves("v", lambda _: None))], SingletonStrategy()
-    )
+    return Controller([VolumeRecord(info, memory, AttachedHalves("v"))], SingletonStrategy())
 
 
 def put(controller: Controller, session, txn: int, nbytes: int) -> int:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,9 +15,11 @@ import msgspec
 
 from torchstore_core.machine import topology
 from torchstore_core.machine.directories import PrivateDirectory
+from torchstore_core.server.remote.lines import Line
 from torchstore_core.server.remote.relay import Relay
-from torchstore_core.server.remote.relay_server import RelayRequests, RelayServer
+from torchstore_core.server.remote.relay_server import Converse, RelayRequests, RelayServer
 from torchstore_core.server.server import Server, ServerOptions
+from torchstore_core.server.serving.conversation import Conversation
 
 __all__ = ["Backstage", "Direct", "Relayed"]
 
@@ -101,10 +104,14 @@ class Relayed:
         stage: where both run.
         base: an empty directory.
         expire_s: see ``RelayServer``.
+        lines: the server is reached over its socket, as if it were in another process.
     """
 
-    def __init__(self, stage: Backstage, base: Path, expire_s: float = 60.0) -> None:
+    def __init__(
+        self, stage: Backstage, base: Path, expire_s: float = 60.0, *, lines: bool = False
+    ) -> None:
         self.stage = stage
+        self.lines = lines
         self.lost_at = 0.0
         self.losses = 0
         stage.do(self._start(base, expire_s))
@@ -116,7 +123,10 @@ class Relayed:
             ServerOptions(capacity=CAPACITY, prefault=0, directory=str(base / "server"))
         )
         self.direct = await self.server.start()
-        self.relay_server = RelayServer(self.server, expire_s=expire_s)
+        converse: Converse = partial(Conversation, self.server)
+        if self.lines:
+            converse = partial(Line, self.direct.partition(":")[2])
+        self.relay_server = RelayServer(converse, expire_s=expire_s)
         self.uplink = Direct(self.relay_server, topology.probe())
         self.relay = Relay(
             self.uplink, PrivateDirectory(str(base / "relay")), self._lost, expire_s=expire_s

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,10 @@ from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.machine import topology
 from torchstore_core.machine.processes import Process, pid_namespace
 from torchstore_core.plugins.registry import Registry
-from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.server.memory.volume import Volume
-from torchstore_core.server.remote.attached import AttachedMemory, VolumeConnection
+from torchstore_core.server.remote.attached import AttachedVolume, KnownVolume, VolumeConnection
 from torchstore_core.server.remote.relay_server import RelayRequest, RelayServer
+from torchstore_core.server.serving.conversation import Conversation
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import HEADER, encode
@@ -197,17 +198,19 @@ async def test_trimming_gives_back_what_is_free_and_nothing_else(
 
 def test_nothing_is_placed_where_a_volume_trims() -> None:
     """From when the server asks until the volume has answered: it would be thrown away."""
-    allocator = Allocator(CAPACITY)
+    info = m.VolumeInfo("v-0", 0, 1, topology.probe(), CAPACITY, {})
+    volume = AttachedVolume(KnownVolume(info, 0, 0))
     said: list[m.Message] = []
-    memory = AttachedMemory(said.append, allocator)
-    memory.touched(40 * MB)
-    assert memory.trim(0) == 40 * MB
+    volume.connected(said.append)
+    volume.memory.touched(40 * MB)
+    assert volume.trim(0) == 40 * MB
     assert said == [m.Trim(0, 40 * MB)]
-    assert allocator.free_bytes == 0
-    assert memory.trim(0) == 0  # one at a time
-    memory.warmed(m.Warm(0, trimmed=True))
-    assert allocator.free_bytes == CAPACITY
-    assert memory.warm == 0
+    assert volume.allocator.free_bytes == 0
+    assert volume.trim(0) == 0  # one at a time
+    volume.memory.warmed(m.Warm(0, trimmed=True))
+    volume.trimmed()
+    assert volume.allocator.free_bytes == CAPACITY
+    assert volume.memory.warm == 0
 
 
 async def test_puts_while_a_volume_trims_are_not_thrown_away(
@@ -261,7 +264,7 @@ class _Orphaned:
         command = [sys.executable, "-c", "import os; os.read(0, 1)"]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
         here = msgspec.structs.replace(topology.probe(), host_id=host_id)
-        self._relay_server = stage.call(RelayServer, made.server)
+        self._relay_server = stage.call(RelayServer, partial(Conversation, made.server))
         self._token = self._relay_server.open(msgspec.msgpack.encode(here))
         process = Process(self.process.pid, pid_namespace())
         facts = ClientFacts(self.process.pid, here.host_id, here.hostname)

@@ -56,7 +56,7 @@ class Repairing(RuleBasedStateMachine):
             VolumeRecord(
                 m.VolumeInfo(f"repair-{i}", i, os.getpid(), HERE, CAPACITY, {}),
                 memory,
-                AttachedHalves(f"repair-{i}", lambda _: None),
+                AttachedHalves(f"repair-{i}"),
             )
             for i, memory in enumerate(self.memories)
         ]

@@ -62,7 +62,7 @@ def volumes(*capacities: int) -> Iterator[list[VolumeRecord]]:
             VolumeRecord(
                 m.VolumeInfo(f"test-{i}", i, os.getpid(), HERE, memory.nbytes, {}),
                 memory,
-                AttachedHalves(f"test-{i}", lambda _: None),
+                AttachedHalves(f"test-{i}"),
             )
             for i, memory in enumerate(memories)
         ]

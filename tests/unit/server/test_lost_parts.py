@@ -59,7 +59,7 @@ def controller_of(
                         {"shm": b""},
                     ),
                     memory,
-                    AttachedHalves(f"test-{i}", lambda _: None),
+                    AttachedHalves(f"test-{i}"),
                 )
                 for i, memory in enumerate(memories)
             ],

@@ -131,7 +131,7 @@ async def initialize(
             with every key, version, reference and lease that it had, also on disk (``spill``).
             Clients pause for a moment, calls in progress go on, and tensors stay valid. It costs a
             process that adds 9 MB, and a second copy of what small values take. None: where the
-            runtime can (``local``); False: what is in the store is lost when the server dies.
+            runtime can; False: what is in the store is lost when the server dies.
 
     Raises:
         ConfigurationError: an argument is invalid or names a plug-in that is not installed, or
@@ -228,7 +228,7 @@ async def initialize_spmd(
             strategy ``host`` one per host, with ``singleton`` one.
         capacity, prefault, allow_pickle, prefer, block, spill, spill_capacity, when_full,
             repair_bandwidth, keeper: as for :func:`initialize`. Only stores of a single host can
-            spill, and only these have a keeper yet: with ranks on several hosts, None means none.
+            spill.
         timeout: seconds until all ranks must have joined, and default for every operation.
 
     Raises:

@@ -44,6 +44,7 @@ class StoreRequest(msgspec.Struct, frozen=True):
         members: whether the store ends with its members, see ``server.members``.
         when_full, repair_bandwidth: as in ``StoreOptions``. Its stores cannot spill yet, but they
             can evict.
+        keeper: whether the server is started again when it dies.
     """
 
     store_name: str
@@ -58,6 +59,7 @@ class StoreRequest(msgspec.Struct, frozen=True):
     members: bool = False
     when_full: str | None = None
     repair_bandwidth: int | None = None
+    keeper: bool = True
 
     @classmethod
     def of(cls, options: StoreOptions, token: str = "", *, members: bool = False) -> StoreRequest:
@@ -88,6 +90,7 @@ class StoreRequest(msgspec.Struct, frozen=True):
             members,
             options.when_full,
             options.repair_bandwidth,
+            options.keeper is not False,
         )
 
 

@@ -27,6 +27,7 @@ class MonarchRuntime(Runtime):
     """Asks the job's directory to start and end the store."""
 
     shared = True
+    keeps = True
 
     def __init__(self) -> None:
         self._store_name = ""

@@ -106,13 +106,14 @@ async def test_the_process_of_a_relay(two_hosts: Job) -> None:
     assert two_hosts.ended() is None
 
 
-async def test_the_controller(two_hosts: Job) -> None:
+async def test_the_server_and_its_keeper(two_hosts: Job) -> None:
+    """A server alone comes back, see ``test_comebacks``."""
     await two_hosts.root(acts.initialize_on_hosts, {"strategy": "host"})
     await two_hosts.at(0, acts.put_ones, "k", MB)
     assert await two_hosts.at(1, acts.get_shape, "k") == ((MB,), [1])
     held = await two_hosts.at(0, acts.put_ones_and_hold, "held")
     status = await two_hosts.root(acts.status)
-    await two_hosts.root(acts.kill, status.controller_pid)
+    await two_hosts.root(acts.kill, status.keeper_pid)  # and with it the server
     begun = time.monotonic()
     with pytest.raises(ts.StoreClosedError):
         await two_hosts.root(acts.get, "k")

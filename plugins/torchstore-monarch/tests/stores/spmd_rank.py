@@ -40,12 +40,29 @@ async def get(key: str) -> float:
     return float(got[0])
 
 
+async def server() -> int:
+    """The pid of the store's server."""
+    return (await ts.status()).controller_pid
+
+
+async def asked() -> int:
+    """How often the server was asked for its status, in this life."""
+    return (await ts.status()).operations["Status"]
+
+
 async def leave(store_name: str = "torchstore") -> None:
     await ts.shutdown(store_name)
 
 
 async def main() -> None:
-    functions = {"start": start, "put": put, "get": get, "leave": leave}
+    functions = {
+        "start": start,
+        "put": put,
+        "get": get,
+        "server": server,
+        "asked": asked,
+        "leave": leave,
+    }
     while line := await asyncio.to_thread(sys.stdin.readline):
         name, arguments = json.loads(line)
         value, error = None, ["", ""]

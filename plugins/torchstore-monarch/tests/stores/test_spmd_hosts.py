@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -157,6 +158,27 @@ async def test_what_one_host_puts_the_other_gets_whoever_leaves_first(
         await four.do(rank, "leave")
         await four.do(last, "put", "still here")
     await four.do(last, "leave")
+    await four.nothing_left()
+
+
+async def test_a_killed_server_comes_back_and_ends_with_its_last_member(four: Ranks) -> None:
+    await four.start(strategy="host", keeper=True)
+    await asyncio.gather(*(four.do(rank, "put", f"of {rank}") for rank in _RANKS))
+    for _ in range(2):
+        server = await four.do(0, "server")
+        os.kill(server, signal.SIGKILL)
+        got = [await four.do(rank, "get", f"of {(rank + 2) % 4}") for rank in _RANKS]
+        assert got == [2.0, 3.0, 0.0, 1.0]
+        assert await four.do(3, "server") != server
+    asked = itertools.count(3)  # by this test, in this life
+
+    async def root_has_asked() -> bool:
+        return bool(await four.do(0, "asked") > next(asked))
+
+    await until(root_has_asked)  # it ends the store if there is no answer
+    for rank in _RANKS:
+        await four.do(rank, "put", "still here")
+        await four.do(rank, "leave")
     await four.nothing_left()
 
 

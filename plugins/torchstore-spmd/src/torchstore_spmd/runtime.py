@@ -87,11 +87,6 @@ class SPMDRuntime(RankRuntime):
         try:
             terms = _Terms.of(options, self._env)
             if not self._env.one_host:
-                if options.keeper:
-                    raise ConfigurationError(
-                        "the ranks are on several hosts, and only a store of ranks of one host can "
-                        "have a keeper yet: leave out keeper="
-                    )
                 start = _over_several_hosts(options.block)
         except TorchStoreError as error:
             await self.withdraw(options.store_name, error)

@@ -39,7 +39,8 @@ class ProcessOptions(ServerOptions, frozen=True):
 
     Args:
         members: whether the server ends with the last of its members. ``owner`` then only starts
-            it; the server still ends with the owner if no member has joined until then.
+            it; the server still ends with the owner if no member has joined until then, or if its
+            volumes are in other processes, which the owner leads to.
         keeper: whether the process is a keeper, and the server a process of its own below it.
     """
 
@@ -140,7 +141,9 @@ async def _main(
 def _end_with_others(options: ServerOptions, server: Server, keeper: KeeperLink | None) -> None:
     """Make the server end with its owner, or with its last member."""
     owner_ended = server.stop_soon
-    if server.members is not None:
+    if options.attached:  # the owner is part of the store, and not its user
+        pass
+    elif server.members is not None:
         owner_ended = server.members.starter_ended
     else:
         server.owner = options.owner

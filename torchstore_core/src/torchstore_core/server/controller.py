@@ -110,7 +110,7 @@ class Controller:
         self.volumes = list(volumes)
         self.strategy = strategy
         self.sessions: dict[bytes, SessionRecord] = {}
-        self.detached = DetachedSessions(self, watch)
+        self.detached = self._new_detached(watch)
         self._holders = ChainMap(self.sessions, self.detached.sessions)
         self.catalog = Catalog()
         self.unfinished = UnfinishedVersions(self.catalog, self.sessions)
@@ -165,13 +165,23 @@ class Controller:
     def _new_repairs(self, *args: Any) -> Repairs:
         return Repairs(*args)
 
+    def _new_detached(self, *args: Any) -> DetachedSessions:
+        return DetachedSessions(self, *args)
+
     # ---- sessions -------------------------------------------------------------------------
 
-    def open_session(self, facts: ClientFacts, topology: Topology, pid: int = 0) -> SessionRecord:
-        """Open a new session with a fresh secret token. ``pid``: of the process that it is of, as
-        the kernel tells it to this process; 0: unknown.
+    def open_session(
+        self, facts: ClientFacts, topology: Topology, pid: int = 0, via: m.Via | None = None
+    ) -> SessionRecord:
+        """Open a new session with a fresh secret token.
+
+        Args:
+            pid: of the process that it is of, as the kernel tells it to this process; 0: unknown.
+            via: the relay through which it comes, if there is one.
         """
         session = SessionRecord(secrets.token_bytes(16), facts, topology)
+        if via is not None:
+            session.peer = via.uplink + session.peer
         self.sessions[session.token] = session
         return session
 
@@ -527,6 +537,10 @@ class Controller:
         if any(session.keeps_memory for session in self._holders.values()):
             return 0
         return sum([volume.trim(keep) for volume in self.volumes if not volume.lost])
+
+    def trimmed(self, index: int) -> None:
+        """A volume in another process has returned the end of its memory to the system."""
+        self.volumes[index].trimmed()
 
     # ---- get ------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -23,6 +23,7 @@ from torchstore_core.errors import (
 )
 from torchstore_core.machine import topology
 from torchstore_core.machine.directories import PrivateDirectory
+from torchstore_core.machine.processes import started
 from torchstore_core.plugins.installed import Inventory
 from torchstore_core.plugins.registry import Registry
 from torchstore_core.plugins.strategy_data import decode_strategy
@@ -35,7 +36,7 @@ from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.server.memory.segment import call_from_thread
 from torchstore_core.server.memory.volume import Volume, default_capacity, default_prefault
 from torchstore_core.server.memory.volume_record import VolumeRecord
-from torchstore_core.server.remote.attached import AttachedHalves, AttachedMemory
+from torchstore_core.server.remote.attached import RETURN_S, AttachedVolume, KnownVolume
 from torchstore_core.server.remote.process_watches import ProcessWatches
 from torchstore_core.server.repairing.copier_process import CopierProcess
 from torchstore_core.server.serving import inspection, journal
@@ -62,6 +63,8 @@ _SHUTDOWN_GRACE_S = 0.5
 _SESSION = "session "
 # The name by which it has the spill file, and how large that may become.
 _SPILL = "spill"
+# What precedes the index of a volume in the name by which it knows one of another process.
+_VOLUME = "volume "
 
 
 class ServerOptions(msgspec.Struct, frozen=True):
@@ -143,7 +146,7 @@ class Server:
         found = told.plugins if told is not None and told.is_valid_here() else None
         self.registry = Registry(found, block=options.block)
         self._volumes: list[Volume] = []  # in this process
-        self._attached: dict[int, VolumeRecord] = {}
+        self._attached: dict[int, AttachedVolume] = {}
         self._all_attached = asyncio.Event()
         self._when_trimmed: list[Callable[[], None]] = []
         self._controller: Controller | None = None
@@ -183,6 +186,8 @@ class Server:
             self._spill_file = self._open_spill_file()
             if not options.attached:
                 self._begin([await self._volume(i) for i in range(options.num_storage_volumes)])
+            elif keeper is not None:
+                self._begin_again(keeper.facts)
             await self._take_connections()
             listening = None if keeper is None else keeper.kept("control")
             self._listener.open(self._directory.control, listening)
@@ -221,6 +226,11 @@ class Server:
         return file
 
     @property
+    def _life(self) -> int:
+        """Which one of its lives this is; 0: it has only one."""
+        return 0 if self._keeper is None else self._keeper.life
+
+    @property
     def _address(self) -> str:
         return f"unix:{self._directory.control if self._directory is not None else ''}"
 
@@ -228,7 +238,9 @@ class Server:
         volumes = self.controller.volumes
         options = self.options
         journal.started(options.store_name, self._address, options.strategy, volumes)
-        if not options.owner:  # an owner has warned already, where its user sees it
+        if (
+            not options.owner or options.attached
+        ):  # an owner has warned already, where its user sees it
             journal.more_than_memory(volumes)
 
     async def attached(self, timeout: float) -> None:
@@ -306,7 +318,10 @@ class Server:
         controller.restore()
         if self.members is not None:
             self.members.restored(controller.sessions.values())
-        self.returning = Returning(controller, keeper.life, self._died_meanwhile)
+        for session in controller.sessions.values():
+            # Halves in other processes have outlived the server.
+            session.met.update(self._attached)
+        self.returning = Returning(controller, keeper.life, self._died_meanwhile, self._settle)
         names = [name.removeprefix(_SESSION) for name in keeper.names() if _SESSION in name]
         self.returning.begin({int(name) for name in names})
         controller.unsent = lambda: [one.unsent for one in self.conversations]
@@ -345,14 +360,19 @@ class Server:
                 keeper.drop(name)
                 accepted.close()
                 continue
-            session, pid, is_there = found
-            make = functools.partial(Connection, self, pid, session, is_there)
+            session, opened, is_there = found
+            made = session, is_there, opened.via
+            make = functools.partial(Connection, self, opened.pid, *made)
             await self._loop.connect_accepted_socket(make, accepted)
 
     def _died_meanwhile(self, session: SessionRecord) -> None:
         """The process of a session has ended before it came back."""
         self.left(session, "its process has ended")
         self.handshakes.ended(session, lambda: self.controller.close_session(session))
+
+    def _settle(self, session: SessionRecord, then: Callable[[], None]) -> None:
+        """Call something when no half can write for a session any more."""
+        self.handshakes.settle(session, [(index, "") for index in session.met], then)
 
     def resumed(self, session: SessionRecord, resume: m.Resume) -> None:
         """The client of a session has come back; it has what ``resume`` says."""
@@ -382,6 +402,8 @@ class Server:
         """Stop listening, close every connection, release memory, and remove the directory."""
         self._stopping = True  # from now on, clients that leave are not logged
         self._watcher.close()
+        for volume in self._attached.values():
+            volume.unwatch()
         if self.returning is not None:
             self.returning.close()
         if self._compaction is not None:
@@ -401,8 +423,8 @@ class Server:
             self._controller.spilling.close()
         elif self._spill_file is not None:
             self._spill_file.close()
-        for volume in self._volumes:
-            await volume.close()
+        for one in self._volumes:
+            await one.close()
         if self._directory is not None:
             self._directory.remove()
         if self._controller is not None:
@@ -428,13 +450,21 @@ class Server:
         info, memory = await volume.start(), volume.memory
         return VolumeRecord(info, memory, volume, Allocator(memory.nbytes, memory.may_grow))
 
-    def volume_attached(self, info: m.VolumeInfo, send: Callable[[m.Message], None]) -> None:
-        """Add a volume in another process, which has connected.
+    def volume_attached(
+        self, info: m.VolumeInfo, send: Callable[[m.Message], None], pid: int
+    ) -> int:
+        """Add a volume in another process, which has connected; returns what it has to know: see
+        ``messages.Attached``. ``pid``: of that process, as the kernel tells it to this one; 0:
+        unknown.
 
         Raises:
             ConfigurationError: the store does not wait for a volume with this index.
             StoreFullError: its capacity is out of range.
         """
+        before = self._attached.get(info.index)
+        if before is not None and not before.is_connected:
+            self._attached_again(before, info, send)
+            return self._life
         wanted = self.options.num_storage_volumes if self.options.attached else 0
         if not 0 <= info.index < wanted or info.index in self._attached:
             raise ConfigurationError(
@@ -442,22 +472,67 @@ class Server:
             )
         if not 4096 <= info.capacity_bytes < 1 << 60:
             raise StoreFullError(f"a volume cannot have {info.capacity_bytes} bytes")
-        allocator = Allocator(info.capacity_bytes)
-        memory, halves = AttachedMemory(send, allocator), AttachedHalves(info.id, send)
-        self._attached[info.index] = VolumeRecord(info, memory, halves, allocator)
+        known = KnownVolume(info, pid, started(pid))
+        volume = self._attached[info.index] = AttachedVolume(known)
+        volume.connected(send)
         if len(self._attached) == wanted:
+            if self._keeper is not None:
+                for at, one in self._attached.items():
+                    self._keeper.note(**{f"{_VOLUME}{at}": msgspec.json.encode(one.known).decode()})
             self._begin([self._attached[i] for i in range(wanted)])
             self._say_started()
             self._all_attached.set()
+        return self._life
+
+    def _begin_again(self, facts: Mapping[str, str]) -> None:
+        """Go on with the volumes that an earlier life had, which attach again; if there were all of
+        them.
+        """
+        names = [f"{_VOLUME}{at}" for at in range(self.options.num_storage_volumes)]
+        if not facts.keys() >= set(names):
+            return
+        known = [msgspec.json.decode(facts[name], type=KnownVolume) for name in names]
+        self._attached = {at: AttachedVolume(one) for at, one in enumerate(known)}
+        self._begin(list(self._attached.values()))
+        self._all_attached.set()
+        for volume in self._attached.values():
+            self._expect(volume)
+
+    def _expect(self, volume: AttachedVolume) -> None:
+        """Give up a volume that does not attach again."""
+
+        def give_up(why: str) -> None:
+            if not (volume.is_connected or volume.lost or self._stopping):
+                self.volume_ended(volume.index, why)
+
+        if volume.lost:
+            volume.halves.lost(volume.lost)
+            return
+        self._loop.call_later(RETURN_S, give_up, f"it has not come back within {RETURN_S:g} s")
+        volume.watch(functools.partial(give_up, "its process has ended"))
+
+    def _attached_again(
+        self, volume: AttachedVolume, info: m.VolumeInfo, send: Callable[[m.Message], None]
+    ) -> None:
+        """A volume that an earlier life had is there again.
+
+        Raises:
+            ConfigurationError: it is another one, or was given up.
+        """
+        if volume.lost or volume.info != info:
+            raise ConfigurationError(
+                f"store {self.options.store_name!r} does not wait for this volume {info.index}"
+            )
+        volume.connected(send)
+        self.controller.trimmed(info.index)
+        self._trimmed()
+        self.controller.detached.watch_again(volume)
 
     def when_trimmed(self, call: Callable[[], None]) -> bool:
         """Make ``call`` once all memory can be allocated again, if a volume is returning some to
         the system at the moment. Returns whether that is so; if not, ``call`` is not made.
         """
-        memories = [record.memory for record in self._attached.values()]
-        if not any(
-            isinstance(memory, AttachedMemory) and memory.is_trimming for memory in memories
-        ):
+        if all(volume.reserved is None or volume.lost for volume in self._attached.values()):
             return False
         self._when_trimmed.append(call)
         return True
@@ -474,25 +549,20 @@ class Server:
 
     def volume_warmed(self, index: int, message: m.Warm) -> None:
         """Handle an attached volume's report of how much of its memory is warm."""
-        memory = self._attached[index].memory
-        if isinstance(memory, AttachedMemory):
-            memory.warmed(message)
+        self._attached[index].memory.warmed(message)
         if message.trimmed:
+            self.controller.trimmed(index)
             self._trimmed()
         if self._controller is not None:
             self._broadcast_warm()
 
     def volume_replied(self, index: int, message: m.PeerReply) -> None:
         """Handle an attached volume's answer to a handshake or a disconnect."""
-        halves = self._attached[index].halves
-        if isinstance(halves, AttachedHalves):
-            halves.replied(message)
+        self._attached[index].halves.replied(message)
 
     def volume_ended(self, index: int, why: str) -> None:
         """Handle the end of an attached volume; values that only it had are lost."""
-        halves = self._attached[index].halves
-        if isinstance(halves, AttachedHalves):
-            halves.lost(why)
+        self._attached[index].halves.lost(why)
         if self._controller is None:
             del self._attached[index]
             return
@@ -530,14 +600,14 @@ class Server:
 
     def _watch(self, volume: VolumeRecord, wanted: m.WatchProcess) -> None:
         """Watch a process on a volume's host, from the process of that volume."""
-        if isinstance(volume.memory, AttachedMemory):
+        if isinstance(volume, AttachedVolume):
             volume.memory.watch(wanted)
         else:
             self._watcher.watch(wanted)
 
     def _start_copier(self, volume: VolumeRecord, *, again: bool = False) -> None:
         """Start a copier beside a volume, unless there is one; ``again``: in place of that one."""
-        if isinstance(volume.memory, AttachedMemory):
+        if isinstance(volume, AttachedVolume):
             volume.memory.start_copier(again=again)
         elif self._directory is not None:
             self._copier.start(self._directory.control, again=again)
@@ -587,7 +657,7 @@ class Server:
 
     # ---- answers --------------------------------------------------------------------------
 
-    def welcome(self, request_id: int, token: bytes, via: topology.Topology | None) -> m.Welcome:
+    def welcome(self, request_id: int, token: bytes, via: m.Via | None) -> m.Welcome:
         """Return the reply to a Hello that came through the relay ``via`` (None: directly)."""
         volumes = [v.info for v in self.controller.volumes]
         return m.Welcome(
@@ -599,9 +669,9 @@ class Server:
             volumes,
             self._warm(),
             self._strategy.transport,
-            via=via,
+            via=None if via is None else via.topology,
             owner=self.owner,
-            life=0 if self._keeper is None else self._keeper.life,
+            life=self._life,
             incarnation=self.controller.incarnation,
         )
 

@@ -9,12 +9,13 @@ from typing import Any
 
 from torchstore_core.wire.facts import Message, VolumeInfo
 
-__all__ = ["Attach", "Lost", "PeerGone", "PeerHandshake", "PeerReply", "Prefault", "ProcessDied"]
-__all__ += ["Trim", "Warm", "Warmed", "WatchProcess"]
+__all__ = ["Attach", "Attached", "Lost", "PeerGone", "PeerHandshake", "PeerReply", "Prefault"]
+__all__ += ["ProcessDied", "Trim", "Warm", "Warmed", "WatchProcess"]
 
 
 class Attach(Message, frozen=True, tag="attach"):
-    """The first message of a volume in another process. Reply :class:`Done`.
+    """The first message of a volume in another process, also to a server that has come back. Reply
+    :class:`Attached`.
 
     After it, the server may send :class:`Prefault`, :class:`Trim`, :class:`WatchProcess`,
     :class:`PeerHandshake` and :class:`PeerGone`, and the volume :class:`Warm`, :class:`ProcessDied`
@@ -24,6 +25,15 @@ class Attach(Message, frozen=True, tag="attach"):
     id: int
     protocol: int
     info: VolumeInfo
+
+
+class Attached(Message, frozen=True, tag="attached"):
+    """Accepts a volume. ``life``: which one of the server's lives this is, from 1; 0: it does not
+    come back when it dies.
+    """
+
+    id: int
+    life: int
 
 
 class Warm(Message, frozen=True, tag="warm"):

@@ -49,7 +49,11 @@ from torchstore_core.wire.holds import Refs as Refs
 from torchstore_core.wire.holds import RefsReply as RefsReply
 from torchstore_core.wire.holds import Unhold as Unhold
 from torchstore_core.wire.holds import WaitAny as WaitAny
+from torchstore_core.wire.lines import ClientDied as ClientDied
+from torchstore_core.wire.lines import RelayLost as RelayLost
+from torchstore_core.wire.lines import Via as Via
 from torchstore_core.wire.memory import Attach as Attach
+from torchstore_core.wire.memory import Attached as Attached
 from torchstore_core.wire.memory import Lost as Lost
 from torchstore_core.wire.memory import PeerGone as PeerGone
 from torchstore_core.wire.memory import PeerHandshake as PeerHandshake
@@ -61,7 +65,7 @@ from torchstore_core.wire.memory import Warm as Warm
 from torchstore_core.wire.memory import Warmed as Warmed
 from torchstore_core.wire.memory import WatchProcess as WatchProcess
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 
 #: Largest frame, in bytes. A longer reply is sent in pages (``wire.paging``); a longer request is
 #: not possible. 18,000 entries of a state dict take about 2 MB.
@@ -525,6 +529,9 @@ Request = (
     | TakeCopies
     | Drain
     | Shutdown
+    | Via
+    | ClientDied
+    | RelayLost
 )
 
 # ---- server to client ---------------------------------------------------------------------
@@ -772,6 +779,7 @@ Reply = (
     | StatusReply
     | RefsReply
     | Done
+    | Attached
     | Warmed
     | Prefault
     | Trim

@@ -1,19 +1,28 @@
-"""The actor that hosts a store's server: the controller, its Unix socket, and its relays."""
+"""The actor that has a store's server started, and leads the relays of other hosts to it."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import logging
 import os
+import socket
 from typing import Any
 
 import msgspec
 from monarch.actor import Actor, concurrent_endpoint
 
-from torchstore_core.errors import StoreClosedError
+from torchstore_core.clients.session.channel import Channel
+from torchstore_core.clients.session.handshake import handshake, socket_path
+from torchstore_core.contracts.engine import MEMBER_ROLE
+from torchstore_core.contracts.strategy import ClientFacts
+from torchstore_core.errors import StoreClosedError, TorchStoreError
 from torchstore_core.machine import topology
+from torchstore_core.machine.processes import ProcessWatch
+from torchstore_core.runtimes.server_process import ServerProcess
+from torchstore_core.server.remote.lines import Line
 from torchstore_core.server.remote.relay_server import RelayServer
-from torchstore_core.server.server import Server, ServerOptions
-from torchstore_core.server.serving.members import Members
+from torchstore_core.wire import messages as m
 from torchstore_monarch.actors.core_thread import CoreThread
 from torchstore_monarch.actors.swept_directory import SweptDirectory
 from torchstore_monarch.actors.uplinks import Uplinks
@@ -27,81 +36,135 @@ __all__ = ["ControllerActor"]
 # have died: while a relay lives, it is never silent for so long.
 _SILENT = 1 / 3
 _ENDED = "this store has ended"
+# The role of the sessions by which this actor asks the server.
+_ROLE = "controller"
+_ASK_S = 5.0
+_END_S = 3.0
+# How long relays are told that the server has gone, before this process follows it.
+_TELL_S = 0.5
+
+log = logging.getLogger(__name__)
 
 
 class ControllerActor(Actor):
-    """The server of one store, in a process of its own."""
+    """The owner of one store's server, which is a process of its own, and its keeper.
+
+    This process has the server's end of all relays, and no other part in what the store does. If it
+    dies, so does the server; if the server has ended for good, so does this process.
+    """
 
     def __init__(self) -> None:
         self._core: CoreThread | None = None
-        self._server: Server | None = None
+        self._server = ServerProcess()
+        self._address = ""
+        self._watch: ProcessWatch | None = None
+        self._members = False
         self._relay_server: RelayServer | None = None
         self._uplinks: Uplinks | None = None
         self._forwarder: Forwarder | None = None
         self._directory: SweptDirectory | None = None
-        self._serving: asyncio.Task[None] | None = None  # runs until the last member has left
+        self._ending: asyncio.Task[None] | None = None
 
     @concurrent_endpoint
-    async def begin(self, request: bytes) -> tuple[bytes, tuple[str, str, int] | None]:
-        """Start the server, which then waits for its volumes; return host id, address and pid."""
+    async def begin(self, request: bytes) -> tuple[bytes, tuple[str, str, int, int] | None]:
+        """Start the server, which then waits for its volumes; return host id, address, the pid of
+        this process, and that of the server's or its keeper's.
+        """
         return await outcome(self._begin(msgspec.msgpack.decode(request, type=StoreRequest)))
 
-    async def _begin(self, request: StoreRequest) -> tuple[str, str, int]:
+    async def _begin(self, request: StoreRequest) -> tuple[str, str, int, int]:
         core = self._core = CoreThread("torchstore-server")
         return await core.run(self._start(request))
 
-    async def _start(self, request: StoreRequest) -> tuple[str, str, int]:
+    async def _start(self, request: StoreRequest) -> tuple[str, str, int, int]:
         self._directory = SweptDirectory()
-        directory = self._directory.path
-        options = ServerOptions(
-            store_name=request.store_name,
-            num_storage_volumes=request.num_storage_volumes,
-            attached=True,
-            prefault=request.prefault,
-            strategy=request.strategy,
-            strategy_fields=request.strategy_fields,
-            block=request.block,
-            when_full=request.when_full,
-            repair_bandwidth=request.repair_bandwidth,
-            directory=directory,
-        )
-        server = Server(options)
-        address = await server.start()
-        self._server = server
-        self._relay_server = RelayServer(server)
+        self._members = request.members
+        config = {
+            "store_name": request.store_name,
+            "num_storage_volumes": request.num_storage_volumes,
+            "attached": True,
+            "prefault": request.prefault,
+            "strategy": request.strategy,
+            "strategy_fields": request.strategy_fields,
+            "block": request.block,
+            "when_full": request.when_full,
+            "repair_bandwidth": request.repair_bandwidth,
+            "directory": self._directory.path,
+            "owner": os.getpid(),
+            "members": request.members,
+            "keeper": request.keeper,
+        }
+        self._address = await self._server.launch(config, request.timeout)
+        self._watch = ProcessWatch(self._server.pid, self._server_ended)
+        self._relay_server = RelayServer(functools.partial(Line, socket_path(self._address)))
         self._uplinks = Uplinks(self._relay_server)
-        self._forwarder = Forwarder(directory)
+        self._forwarder = Forwarder(self._directory.path)
         await self._forwarder.start()
-        server.before_close = self._forwarder.idle
-        if request.members:
-            server.members = Members(server.stop_soon)
-            self._serving = asyncio.ensure_future(self._serve(server))
-        return topology.probe().host_id, address, os.getpid()
+        here = topology.probe()
+        return here.host_id, self._address, here.pid, self._server.pid
 
-    async def _serve(self, server: Server) -> None:
-        """Close with the last member. Whoever asked for the store notices, and ends the rest."""
-        await server.serve()
-        await self._close()
+    def _server_ended(self) -> None:
+        """The server has ended, and nobody has asked for that but its members."""
+        self._ending = asyncio.ensure_future(self._follow())
+
+    async def _follow(self) -> None:
+        """Whoever asked for the store notices that the last member has left, and ends the rest. All
+        else is the end of the store, which the engine tells when this process ends.
+        """
+        good = self._members and self._server.exit_status == 0
+        await self._close("its server has ended")
+        if not good:
+            log.error("the server has ended, and what the store had is lost")
+            await asyncio.sleep(_TELL_S)
+            os._exit(1)
 
     @concurrent_endpoint
     async def starter_ended(self) -> None:
-        """Call ``Members.starter_ended``."""
-        core, server = self._core, self._server
-        if core is not None and server is not None and server.members is not None:
-            await core.call(server.members.starter_ended)
+        """Call ``Members.starter_ended``: a member that leaves at once is the last, or not."""
+        if self._core is not None and self._members:
+            await self._core.run(self._join_and_leave())
+
+    async def _join_and_leave(self) -> None:
+        try:
+            sock, _ = await self._connected(MEMBER_ROLE)
+        except StoreClosedError as error:
+            log.info("the server ends already: %s", error)
+        else:
+            sock.close()
 
     @concurrent_endpoint
     async def ready(self, volumes: dict[str, Any], timeout: float) -> tuple[bytes, bool | None]:
-        """Wait until all volumes are attached. ``volumes``: their actors, by the volume's id."""
+        """All volumes are attached. ``volumes``: their actors, by the volume's id."""
         return await outcome(self._ready(volumes, timeout))
 
     async def _ready(self, volumes: dict[str, Any], timeout: float) -> bool:
-        core, server, forwarder = self._core, self._server, self._forwarder
-        if core is None or server is None or forwarder is None:
+        core, forwarder = self._core, self._forwarder
+        if core is None or forwarder is None:
             raise StoreClosedError("the server was not started")
         forwarder.volumes = volumes
-        await core.run(server.attached(timeout))
+        await core.run(self._lost_volumes(timeout))
         return True
+
+    async def _connected(self, role: str, timeout: float = _ASK_S) -> tuple[socket.socket, Any]:
+        """Open a session at the server.
+
+        Raises:
+            StoreClosedError: there is no server, or it lacks a volume.
+        """
+        here = topology.probe()
+        facts = ClientFacts(here.pid, here.host_id, here.hostname, role=role)
+        return await handshake(self._address, b"", facts, here, timeout)
+
+    async def _lost_volumes(self, timeout: float) -> list[str]:
+        """Ask the server which volumes are lost."""
+        sock, _ = await self._connected(_ROLE, timeout)
+        channel = Channel(sock, asyncio.get_running_loop(), "the server is gone")
+        try:
+            asked = m.Status(channel.next_id())
+            status = (await channel.call(asked, m.StatusReply, timeout)).status
+        finally:
+            channel.close()
+        return [volume.id for volume in status.volumes if volume.lost]
 
     # ---- the server's end of the relays ---------------------------------------------------
 
@@ -153,24 +216,32 @@ class ControllerActor(Actor):
     @concurrent_endpoint
     async def end(self) -> list[str]:
         """Close everything. Returns the ids of the volumes that had been lost before."""
-        lost = [] if self._server is None else self._server.lost_volumes()
-        await self._end()
+        core, self._core = self._core, None
+        if core is None:
+            return []
+        lost = await core.run(self._end())
+        core.close()
         return lost
 
-    async def _end(self) -> None:
-        core, self._core = self._core, None
-        if core is not None:
-            await core.run(self._close())
-            core.close()
+    async def _end(self) -> list[str]:
+        lost: list[str] = []
+        try:
+            if self._address:
+                lost = await self._lost_volumes(_ASK_S)
+        except TorchStoreError as error:
+            log.info("the server does not say which volumes are lost: %s", error)
+        await self._close("the store was shut down")
+        return lost
 
-    async def _close(self) -> None:
+    async def _close(self, why: str) -> None:
+        if self._watch is not None:
+            self._watch.close()
         if self._forwarder is not None:
             await self._forwarder.close()
         if self._relay_server is not None:
-            self._relay_server.close(why="the store was shut down")
+            self._relay_server.close(why=why)
         if self._uplinks is not None:
             self._uplinks.close()
-        if self._server is not None:
-            await self._server.close()
+        await self._server.stop(_END_S)
         if self._directory is not None:
             self._directory.remove()

@@ -66,6 +66,7 @@ class _Store:
         self.ending: asyncio.Task[None] | None = None
         self.controller: Any = None
         self.controller_pid = 0
+        self.server_pid = 0  # or that of its keeper
         self.controller_name = ""  # the engine's name for it
         self.agents_name = ""
         self.controller_failed = False
@@ -210,7 +211,7 @@ class Directory(Actor):
             store.controller.begin.call_one(msgspec.msgpack.encode(request)),
             *(agent.where.call_one() for agent in agents),
         )
-        host_id, address, store.controller_pid = result(begun)
+        host_id, address, store.controller_pid, store.server_pid = result(begun)
         places = [msgspec.msgpack.decode(one, type=Topology) for one in facts]
         _note_processes(store, host_id, places)
         store.agents = agents
@@ -381,7 +382,7 @@ def _note_processes(store: _Store, controllers_host: str, agents: list[Topology]
     store.agent_pids = [agent.pid if agent.host_id == here else 0 for agent in agents]
     own = [pid for pid in store.agent_pids if pid] if store.own_agents else []
     if controllers_host == here:
-        own.append(store.controller_pid)
+        own += [store.controller_pid, store.server_pid]
     store.processes = {pid: begun for pid in own if (begun := topology.start_time(pid))}
 
 

@@ -53,7 +53,8 @@ async def _main(order: RootOrder) -> int:
             found = msgspec.msgpack.decode(made, type=FoundStore)
             sockets = {host: relays[0] for host, relays in found.relays.items()}
             sockets[found.host_id] = found.address
-            channel = await _connect(found)
+            server = _Server(found)
+            await server.status()
             _, controller, _ = await directory.find.call_one(request.store_name)
     except TorchStoreError as error:
         _report(StoreReport(error=error.code, message=error.message))
@@ -68,27 +69,55 @@ async def _main(order: RootOrder) -> int:
         return 1
     _report(StoreReport(sockets=sockets))
     try:
-        await _until_ended(channel, controller, starter_gone)
+        await _until_ended(server, controller, starter_gone)
     finally:
-        channel.close()
+        server.close()
         await _end(directory, request.store_name, hosts)
     return 0
 
 
-async def _connect(found: FoundStore) -> Channel:
-    """Return a connection for requests of the status, which requires no heavy imports."""
-    here = topology.probe()
-    facts = ClientFacts(here.pid, here.host_id, here.hostname, role="root")
-    sock, _ = await handshake(found.address, b"", facts, here, _END_S)
-    return Channel(sock, asyncio.get_running_loop(), f"the server of {found.store_name!r} is gone")
+class _Server:
+    """A connection for requests of the status, which requires no heavy imports."""
+
+    def __init__(self, found: FoundStore) -> None:
+        self._found = found
+        self._channel: Channel | None = None
+
+    async def status(self) -> None:
+        """Return when the server has answered: if it has died, the next life of it.
+
+        Raises:
+            TorchStoreError: there is none.
+        """
+        if self._channel is not None:
+            try:
+                await self._ask(self._channel)
+                return
+            except TorchStoreError as error:
+                log.info("the server does not answer: %s", error)
+                self._channel.close()
+        here = topology.probe()
+        facts = ClientFacts(here.pid, here.host_id, here.hostname, role="root")
+        sock, _ = await handshake(self._found.address, b"", facts, here, _END_S)
+        gone = f"the server of {self._found.store_name!r} is gone"
+        self._channel = Channel(sock, asyncio.get_running_loop(), gone)
+        await self._ask(self._channel)
+
+    async def _ask(self, channel: Channel) -> None:
+        await channel.call(m.Status(channel.next_id()), m.StatusReply, _END_S)
+
+    def close(self) -> None:
+        """Disconnect."""
+        if self._channel is not None:
+            self._channel.close()
 
 
-async def _until_ended(channel: Channel, controller: Any, starter_gone: asyncio.Event) -> None:
+async def _until_ended(server: _Server, controller: Any, starter_gone: asyncio.Event) -> None:
     """Wait until the server has ended, as it does with its last member."""
     reported = False
     try:
         while True:
-            await channel.call(m.Status(channel.next_id()), m.StatusReply, _END_S)
+            await server.status()
             if starter_gone.is_set():
                 if not reported:  # without members, the server ends now
                     await controller.starter_ended.call_one()

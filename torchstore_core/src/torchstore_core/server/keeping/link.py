@@ -57,6 +57,10 @@ class KeeperLink:
         """
         self._say({"keep": [name], "facts": facts}, fd)
 
+    def note(self, **facts: str) -> None:
+        """Leave only texts there."""
+        self._say({"facts": facts})
+
     def log(self) -> Log:
         """The log that an earlier life has left, or a new one."""
         from torchstore_core.server.keeping.log import Log  # which a client does not need

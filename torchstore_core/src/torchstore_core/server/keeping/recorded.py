@@ -24,7 +24,7 @@ import msgspec
 from torchstore_core import moments
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.errors import StoreFullError, TorchStoreError
-from torchstore_core.machine.processes import started
+from torchstore_core.machine.processes import Process, started
 from torchstore_core.machine.topology import Topology
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.records import SessionRecord
@@ -34,6 +34,8 @@ from torchstore_core.server.keeping.recorded_holds import RecordedHolds
 from torchstore_core.server.keeping.recorded_repairs import RecordedRepairs
 from torchstore_core.server.keeping.recorded_spilling import RecordedSpilling
 from torchstore_core.server.keeping.state import StateReader, written
+from torchstore_core.server.memory.detached_sessions import DetachedSessions
+from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.serving.sending import committed, granted
 from torchstore_core.server.spilling.delays import Delayed
 from torchstore_core.wire import messages as m
@@ -45,6 +47,7 @@ __all__ = ["Opened", "RecordedController"]
 # Kinds of records. Their numbers must stay what they are only as long as a store lives.
 _OPEN, _CLOSE, _END, _REQUEST, _ABORT, _ABORT_EARLY, _RELEASE, _RELEASE_EARLY = range(8)
 _VALUES, _STATE, _DUE, _BEGIN, _GREW, _TRIMMED, _SPILLING, _REPAIRING = range(8, 16)
+_DETACH, _DETACHED_ENDED, _LOST, _RESERVED, _RETURNED = range(16, 21)
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(
     m.Put
@@ -73,6 +76,7 @@ _FETCHES = frozenset((m.Fetch, m.FetchRef, m.FetchKeys))
 _decode_ids = msgspec.msgpack.Decoder(list[int]).decode
 _decode_due = msgspec.msgpack.Decoder(tuple[list[int], list[int]]).decode
 _decode_number = msgspec.msgpack.Decoder(int).decode
+_decode_process = msgspec.msgpack.Decoder(Process | None).decode
 _decode_release = msgspec.msgpack.Decoder(tuple[list[int], list[tuple[int, list[int]]]]).decode
 
 
@@ -81,6 +85,7 @@ class Opened(msgspec.Struct, array_like=True):
 
     Args:
         pid, started: of its process, see ``machine.processes``; 0: unknown.
+        via: the relay through which it has come, if there is one.
     """
 
     token: bytes
@@ -90,6 +95,7 @@ class Opened(msgspec.Struct, array_like=True):
     opened: float
     pid: int
     started: int
+    via: m.Via | None = None
 
 
 _decode_opened = msgspec.msgpack.Decoder(Opened).decode
@@ -156,6 +162,9 @@ class RecordedController(Controller):
 
     def _new_repairs(self, *args: Any) -> RecordedRepairs:
         return RecordedRepairs(partial(self._step, _REPAIRING), *args)
+
+    def _new_detached(self, *args: Any) -> DetachedSessions:
+        return _RecordedDetached(self, *args)
 
     # ---- room in the log ------------------------------------------------------------------
 
@@ -258,11 +267,24 @@ class RecordedController(Controller):
             self.log.make_room()
         except StoreFullError:
             return 0
+        before = [volume for volume in self.volumes if volume.reserved is None]
         given = super().trim(idle_s, keep)
+        for volume in before:
+            if volume.reserved is not None:
+                self.log.append(_RESERVED, volume.index, b"")
         if given:
             self.log.append(_TRIMMED, 0, b"")
             self._ask_again()
         return given
+
+    def trimmed(self, index: int) -> None:
+        if self.volumes[index].reserved is not None:
+            self._sooner_or_later(_RETURNED, index, b"", partial(super().trimmed, index))
+
+    def lose_volume(self, index: int, why: str) -> None:
+        if not self.volumes[index].lost:
+            lose = partial(self._silently, super().lose_volume, index, why)
+            self._sooner_or_later(_LOST, index, why.encode(), lose)
 
     def _ask_again(self) -> None:
         for volume in self.volumes:
@@ -271,10 +293,12 @@ class RecordedController(Controller):
     def _record_due(self, sessions: list[int], tickets: list[int], end: Callable[[], None]) -> None:
         self._sooner_or_later(_DUE, 0, _encode((sessions, tickets)), end)
 
-    def open_session(self, facts: ClientFacts, topology: Topology, pid: int = 0) -> SessionRecord:
-        session = super().open_session(facts, topology, pid)
+    def open_session(
+        self, facts: ClientFacts, topology: Topology, pid: int = 0, via: m.Via | None = None
+    ) -> SessionRecord:
+        session = super().open_session(facts, topology, pid, via)
         opened = Opened(
-            session.token, session.peer, facts, topology, session.opened, pid, started(pid)
+            session.token, session.peer, facts, topology, session.opened, pid, started(pid), via
         )
         try:
             self._append(_OPEN, self._next_serial, _encode(opened))
@@ -290,7 +314,9 @@ class RecordedController(Controller):
         self._next_serial += 1
 
     def close_session(self, session: SessionRecord) -> None:
-        if session.token in self.sessions:
+        if self._silent:
+            self._close(session)
+        elif session.token in self.sessions:
             self._sooner_or_later(_CLOSE, session.serial, b"", partial(self._close, session))
 
     def _close(self, session: SessionRecord) -> None:
@@ -310,12 +336,12 @@ class RecordedController(Controller):
             end = partial(self._silently, super().end_session, session)
             self._sooner_or_later(_END, session.serial, b"", end)
 
-    def _silently(self, change: Any, session: SessionRecord) -> None:
-        self._silent = True
+    def _silently(self, change: Callable[..., None], *args: Any) -> None:
+        before, self._silent = self._silent, True
         try:
-            change(session)
+            change(*args)
         finally:
-            self._silent = False
+            self._silent = before
 
     def put(
         self, session: SessionRecord, request: m.Put, body: bytes = b""
@@ -413,6 +439,8 @@ class RecordedController(Controller):
             "last_sent": self.last_sent,
             "spilling": self.spilling.state(),
             "repairs": self.repairs.state(),
+            "detached": self.detached.sessions,
+            "processes": self.detached.processes,
         }
         for is_rest, body in written(self, more):
             kind = _STATE if is_rest else _VALUES
@@ -479,6 +507,8 @@ class RecordedController(Controller):
         self.spilling.set_state(more["spilling"])
         self.repairs.set_state(more["repairs"])
         self.opened = {opened.token: opened for opened in more["opened"]}
+        self.detached.sessions.update(more["detached"])
+        self.detached.processes.update(more["processes"])
         for session in sessions:
             self._known[session.serial] = session
 
@@ -543,6 +573,22 @@ class RecordedController(Controller):
             return m.Failure(0, error.code, error.message, error.key, portable(error)[1])
         return None
 
+    def _detach_again(self, record: Record) -> None:
+        if (session := self._known.pop(record.session, None)) is not None:
+            DetachedSessions.detach(self.detached, session, _decode_process(record.body))
+
+    def _detached_ended_again(self, record: Record) -> None:
+        DetachedSessions.process_ended(self.detached, record.body)
+
+    def _lost_again(self, record: Record) -> None:
+        Controller.lose_volume(self, record.session, record.body.decode())
+
+    def _reserved_again(self, record: Record) -> None:
+        self.volumes[record.session].reserve()
+
+    def _returned_again(self, record: Record) -> None:
+        Controller.trimmed(self, record.session)
+
     def _abort_again(self, record: Record) -> None:
         if (session := self._known.get(record.session)) is not None:
             early = record.kind == _ABORT_EARLY
@@ -571,4 +617,31 @@ class RecordedController(Controller):
         _SPILLING: _moved_again,
         _GREW: _grew_again,
         _REPAIRING: _repair_again,
+        _DETACH: _detach_again,
+        _DETACHED_ENDED: _detached_ended_again,
+        _LOST: _lost_again,
+        _RESERVED: _reserved_again,
+        _RETURNED: _returned_again,
     }
+
+
+class _RecordedDetached(DetachedSessions):
+    """The detached sessions of a :class:`RecordedController`."""
+
+    def __init__(
+        self,
+        controller: RecordedController,
+        watch: Callable[[VolumeRecord, m.WatchProcess], None],
+    ) -> None:
+        super().__init__(controller, watch)
+        self._recorded = controller
+
+    def detach(self, session: SessionRecord, process: Process | None) -> None:
+        if session.token in self._recorded.sessions:
+            detach = partial(self._recorded._silently, super().detach, session, process)
+            self._recorded._sooner_or_later(_DETACH, session.serial, _encode(process), detach)
+
+    def process_ended(self, token: bytes) -> None:
+        if token in self.sessions:
+            end = partial(self._recorded._silently, super().process_ended, token)
+            self._recorded._sooner_or_later(_DETACHED_ENDED, 0, token, end)

@@ -34,6 +34,7 @@ class Returning:
         controller: of this server.
         life: of this server.
         dead: called with each of them whose process has ended.
+        settle: calls something when nothing can write any more for a session.
     """
 
     def __init__(
@@ -41,10 +42,12 @@ class Returning:
         controller: RecordedController,
         life: int,
         dead: Callable[[SessionRecord], None],
+        settle: Callable[[SessionRecord, Callable[[], None]], None],
     ) -> None:
         self._controller = controller
         self._life = life
         self._dead = dead
+        self._settle = settle
         self._watches: dict[bytes, ProcessWatch] = {}
         self._connected: dict[int, SessionRecord] = {}
         # Channels whose session has not come back yet, by its token.
@@ -89,15 +92,15 @@ class Returning:
 
         return ended
 
-    def of(self, serial: int) -> tuple[SessionRecord, int, bool] | None:
-        """The session of that number, if it waits for what comes on its liveness connection; the
-        pid of its process, and whether that still runs.
+    def of(self, serial: int) -> tuple[SessionRecord, Opened, bool] | None:
+        """The session of that number, if it waits for what comes on its liveness connection; how it
+        was opened, and whether its process still runs.
         """
         session = self._connected.pop(serial, None)
         if session is None:
             return None
         opened = self._controller.opened[session.token]
-        return session, opened.pid, _is_there(opened)
+        return session, opened, _is_there(opened)
 
     def gone(self, session: SessionRecord) -> None:
         """A session has ended."""
@@ -121,12 +124,22 @@ class Returning:
         """The client says what it has. When it has said all: give the rest up, and let its channels
         in.
         """
-        controller = self._controller
         if resume.life != self._life or session.token not in self._waiting:
             return
         told = self._told.setdefault(session.token, [])
         told.append(resume)
         if not resume.last:
+            return
+        txns = {txn for one in told for txn in one.txns}
+        if session.txns.keys() - txns:
+            self._settle(session, lambda: self._give_up_rest(session, told))
+        else:
+            self._give_up_rest(session, told)
+
+    def _give_up_rest(self, session: SessionRecord, told: list[m.Resume]) -> None:
+        """Give up what a session had, but for what its client has told."""
+        controller = self._controller
+        if self._told.get(session.token) is not told:  # it has ended, or came back once more
             return
         txns = {txn for one in told for txn in one.txns}
         controller.abort(session, [txn for txn in session.txns if txn not in txns])

@@ -76,6 +76,7 @@ class StateReader:
         controller.sessions.update([(session.token, session) for session in sessions])
         for volume, kept in zip(controller.volumes, state["volumes"], strict=True):
             _set_volume_state(volume, *kept)
+            controller.lost_volumes.any |= bool(volume.lost)
         more: dict[str, Any] = state["more"]
         return sessions, more
 
@@ -84,7 +85,12 @@ def _volume_state(volume: VolumeRecord) -> tuple[Any, ...]:
     allocator = volume.allocator
     ranges = allocator.free_ranges()
     accounts = volume.draining, volume.inline, volume.leased, volume.unfinished
-    return (*accounts, ranges, allocator.high_water, volume.memory.warm, allocator.assured)
+    what_else = volume.reserved, volume.lost, volume.lost_at
+    return (
+        *accounts,
+        *(ranges, allocator.high_water, volume.memory.warm, allocator.assured),
+        *what_else,
+    )
 
 
 def _set_volume_state(
@@ -97,8 +103,14 @@ def _set_volume_state(
     high_water: int,
     warm: int,
     assured: int,
+    reserved: tuple[int, int] | None,
+    lost: str,
+    lost_at: float,
 ) -> None:
     grow = volume.allocator.grow
+    if lost:
+        volume.lose(lost)
+    volume.lost_at, volume.reserved = lost_at, reserved
     volume.draining = draining
     volume.inline, volume.leased, volume.unfinished = inline, leased, unfinished
     volume.allocator = Allocator.with_free(volume.info.capacity_bytes, free, high_water)

@@ -39,6 +39,8 @@ class DetachedSessions:
         self._controller = controller
         self._watch = watch
         self.sessions: dict[bytes, SessionRecord] = {}
+        #: Their processes, as far as they are known.
+        self.processes: dict[bytes, Process] = {}
 
     def detach(self, session: SessionRecord, process: Process | None) -> None:
         """End a session, except for the leases on values that its process may have mapped.
@@ -64,14 +66,25 @@ class DetachedSessions:
         left.holds, session.holds = session.holds, {}
         self.sessions[token] = left
         self._controller.close_session(session)
+        if process is not None:
+            self.processes[token] = process
         self._drop_if_empty(left)
-        if token in self.sessions and process is not None:
+        if token in self.processes:
             for volume in self._volumes_beside(left):
-                self._watch(volume, m.WatchProcess(token, *process))
+                self._watch_from(volume, token)
+
+    def watch_again(self, volume: VolumeRecord) -> None:
+        """A volume has connected again, and watches no process yet."""
+        for token, left in self.sessions.items():
+            if token in self.processes and _is_beside(left, volume):
+                self._watch_from(volume, token)
+
+    def _watch_from(self, volume: VolumeRecord, token: bytes) -> None:
+        self._watch(volume, m.WatchProcess(token, *self.processes[token]))
 
     def process_ended(self, token: bytes) -> None:
         """Release the leases of a detached session whose process has ended. Idempotent."""
-        left = self.sessions.pop(token, None)
+        left = self._pop(token)
         if left is not None:
             self._controller.holds.session_ended(left)
             self._controller.release(left, list(left.leases), [])
@@ -86,7 +99,11 @@ class DetachedSessions:
     def _drop_if_empty(self, left: SessionRecord) -> None:
         page_locked = left.keeps_memory and self._volumes_beside(left)
         if not (left.leases or left.holds or page_locked):
-            del self.sessions[left.token]
+            self._pop(left.token)
+
+    def _pop(self, token: bytes) -> SessionRecord | None:
+        self.processes.pop(token, None)
+        return self.sessions.pop(token, None)
 
     def _volumes_beside(self, left: SessionRecord) -> list[VolumeRecord]:
         """Return the live volumes on the session's host."""

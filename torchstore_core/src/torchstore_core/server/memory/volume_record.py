@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 
+from torchstore_core import moments
 from torchstore_core.contracts.strategy import VolumeFacts
 from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.wire import messages as m
@@ -59,7 +59,8 @@ class VolumeRecord:
 
     ``lost`` says why its memory is permanently lost; it is empty while the volume is live. Inline
     values are kept by the controller, so they survive the loss, but they are counted here, too.
-    ``draining``: it is to be taken away, so nothing new is placed on it.
+    ``draining``: it is to be taken away, so nothing new is placed on it. ``reserved``: the free
+    range that a volume in another process is returning to the system; nothing is placed there.
 
     Args:
         allocator: of the memory; without it, all of the memory may be used at any time.
@@ -76,6 +77,7 @@ class VolumeRecord:
         "lost",
         "lost_at",
         "memory",
+        "reserved",
         "unfinished",
     )
 
@@ -97,6 +99,7 @@ class VolumeRecord:
         self.lost = ""
         self.lost_at = 0.0
         self.draining = False
+        self.reserved: tuple[int, int] | None = None
 
     @property
     def closed(self) -> str:
@@ -116,7 +119,7 @@ class VolumeRecord:
     def lose(self, why: str) -> None:
         """Record that the volume's memory is permanently lost."""
         self.lost = why or "it is gone"
-        self.lost_at = time.time()
+        self.lost_at = moments.wall()
         self.leased = self.unfinished = 0
         self.info = msgspec.structs.replace(self.info, offers={}, lost=self.lost)
 
@@ -133,6 +136,16 @@ class VolumeRecord:
         if given:
             self.allocator.ask_again()
         return given
+
+    def reserve(self) -> None:
+        """Place nothing at the end of the memory until :meth:`trimmed`."""
+        self.reserved = self.allocator.take_tail()
+
+    def trimmed(self) -> None:
+        """The end of the memory has been returned to the system, or never will be."""
+        reserved, self.reserved = self.reserved, None
+        if reserved is not None:
+            self.allocator.free([reserved])
 
     def facts(self, *, for_puts: bool = True) -> VolumeFacts:
         """Return the facts about the volume that a strategy sees. For puts, one that is drained is

@@ -2,7 +2,8 @@
 
 A volume connects like a client, but its first message is ``Attach``. From then on the server tells
 it what to warm and what to return to the system, and the volume reports what is warm. When the
-connection closes, the volume is lost to the server, and of no more use itself.
+connection closes, the volume is lost to the server, and of no more use itself; unless the server
+has died and comes back: then the volume attaches again.
 """
 
 from __future__ import annotations
@@ -22,36 +23,41 @@ from torchstore_core.errors import (
     from_wire,
     in_seconds,
 )
+from torchstore_core.machine.processes import ProcessWatch, started
 from torchstore_core.machine.sockets.unix import connect, unix_socket
-from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.server.memory.segment import call_from_thread
 from torchstore_core.server.memory.volume import Volume
+from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.remote.process_watches import ProcessWatches
 from torchstore_core.server.repairing.copier_process import CopierProcess
 from torchstore_core.server.serving.frames import FrameProtocol
 from torchstore_core.wire import framing
 from torchstore_core.wire import messages as m
-from torchstore_core.wire.framing import encode, portable
+from torchstore_core.wire.framing import FrameReader, encode, portable
 
-__all__ = ["AttachedHalves", "AttachedMemory", "VolumeConnection"]
+__all__ = ["RETURN_S", "AttachedHalves", "AttachedMemory", "AttachedVolume", "KnownVolume"]
+__all__ += ["VolumeConnection"]
 
 log = logging.getLogger(__name__)
+
+#: How long a server that has come back waits for a volume. As long as for a relay that is silent.
+RETURN_S = 15.0
+# Between two attempts to connect to such a server.
+_PAUSE_S = 0.02
 
 
 class AttachedMemory:
     """The controller's ``SegmentView`` of memory in another process.
 
-    Args:
-        send: sends a message to the volume.
-        allocator: the allocator of this memory.
+    Attributes:
+        send: sends a message to the volume; None: it is not connected, in this life of the server.
     """
 
-    def __init__(self, send: Callable[[m.Message], None], allocator: Allocator) -> None:
-        self._send = send
-        self._allocator = allocator
+    def __init__(self) -> None:
+        self.send: Callable[[m.Message], None] | None = None
         self._warm = 0
         self._target = 0
-        self._reserved: tuple[int, int] | None = None
+        self._wants_copier = False
 
     @property
     def warm(self) -> int:
@@ -68,23 +74,15 @@ class AttachedMemory:
         """
         if target > max(self._target, self._warm):
             self._target = target
-            self._send(m.Prefault(target))
+            self._tell(m.Prefault(target))
 
     def trim(self, start: int) -> int:
-        """Ask the volume to return the pages from ``start`` on to the system. Until it has
-        answered, nothing is placed there, because the pages' contents are discarded.
-        """
-        if self._reserved is not None or start >= self._warm:
+        """Ask the volume to return the pages from ``start`` on to the system."""
+        if self.send is None or start >= self._warm:
             return 0
-        self._reserved = self._allocator.take_tail()
         given = self._warm - start
-        self._send(m.Trim(start, self._warm))
+        self.send(m.Trim(start, self._warm))
         return given
-
-    @property
-    def is_trimming(self) -> bool:
-        """Whether the volume has not answered a request to trim yet."""
-        return self._reserved is not None
 
     def read(self, offset: int, nbytes: int) -> None:
         """Return None: only clients can read this memory, under a lease."""
@@ -92,19 +90,30 @@ class AttachedMemory:
 
     def watch(self, wanted: m.WatchProcess) -> None:
         """Ask the volume to watch a process on its host."""
-        self._send(wanted)
+        self._tell(wanted)
 
     def start_copier(self, *, again: bool) -> None:
         """Ask the volume to start a copier beside it; ``again``: in place of one that runs."""
-        self._send(m.StartCopier(again))
+        self._wants_copier = self.send is None
+        self._tell(m.StartCopier(again))
 
     def warmed(self, message: m.Warm) -> None:
         """Record how much memory is warm, as reported by the volume."""
         self._warm = message.nbytes if message.trimmed else max(self._warm, message.nbytes)
         self._target = 0
-        if message.trimmed and self._reserved is not None:
-            self._allocator.free([self._reserved])
-            self._reserved = None
+
+    def connected(self, send: Callable[[m.Message], None]) -> None:
+        """The volume is there (again): ask for what it could not be asked for before."""
+        self.send = send
+        if self._target:
+            send(m.Prefault(self._target))
+        if self._wants_copier:
+            self._wants_copier = False
+            send(m.StartCopier(False))
+
+    def _tell(self, message: m.Message) -> None:
+        if self.send is not None:
+            self.send(message)
 
 
 class AttachedHalves:
@@ -112,12 +121,12 @@ class AttachedHalves:
 
     Args:
         volume_id: the volume's id, for error messages.
-        send: sends a message to the volume.
     """
 
-    def __init__(self, volume_id: str, send: Callable[[m.Message], None]) -> None:
+    def __init__(self, volume_id: str) -> None:
         self._volume_id = volume_id
-        self._send = send
+        self._send: Callable[[m.Message], None] | None = None
+        self._waiting: list[m.Message] = []  # until it is connected
         self._ids = itertools.count(1)
         self._pending: dict[int, asyncio.Future[bytes]] = {}
         self._lost = ""
@@ -129,6 +138,13 @@ class AttachedHalves:
     async def disconnect(self, peer: bytes, transport: str = "") -> None:
         """Ask the volume to disconnect ``peer``, and wait until it has."""
         await self._ask(m.PeerGone(next(self._ids), peer, transport))
+
+    def connected(self, send: Callable[[m.Message], None]) -> None:
+        """The volume is there (again)."""
+        self._send = send
+        waiting, self._waiting = self._waiting, []
+        for message in waiting:
+            send(message)
 
     def replied(self, reply: m.PeerReply) -> None:
         """Pass the volume's answer to the call that waits for it."""
@@ -153,7 +169,10 @@ class AttachedHalves:
         pending: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._pending[message.id] = pending
         try:
-            self._send(message)
+            if self._send is None:
+                self._waiting.append(message)
+            else:
+                self._send(message)
             return await pending
         finally:
             del self._pending[message.id]
@@ -162,13 +181,73 @@ class AttachedHalves:
         return TransportUnavailableError(f"volume {self._volume_id} is gone: {self._lost}")
 
 
+class KnownVolume(msgspec.Struct, frozen=True):
+    """What does not change of a volume in another process.
+
+    Args:
+        info: as it has told it.
+        pid, started: of its process, see ``machine.processes``; 0: unknown.
+    """
+
+    info: m.VolumeInfo
+    pid: int
+    started: int
+
+
+class AttachedVolume(VolumeRecord):
+    """A volume in another process."""
+
+    __slots__ = ("_watch", "is_connected", "known")
+    memory: AttachedMemory
+    halves: AttachedHalves
+
+    def __init__(self, known: KnownVolume) -> None:
+        super().__init__(known.info, AttachedMemory(), AttachedHalves(known.info.id))
+        self.known = known
+        self.is_connected = False
+        self._watch: ProcessWatch | None = None
+
+    def connected(self, send: Callable[[m.Message], None]) -> None:
+        """The volume is there (again); ``send`` sends it a message."""
+        self.is_connected = True
+        self.unwatch()
+        self.memory.connected(send)
+        self.halves.connected(send)
+
+    def watch(self, ended: Callable[[], None]) -> None:
+        """Call something when its process has ended, as far as that can be seen, unless it connects
+        before.
+        """
+        known = self.known
+        if known.pid and known.started != started(known.pid):
+            asyncio.get_running_loop().call_soon(ended)
+        elif known.pid:
+            self._watch = ProcessWatch(known.pid, ended)
+
+    def unwatch(self) -> None:
+        """Watch its process no more. Idempotent."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
+
+    def trim(self, keep: int) -> int:
+        """Ask for the end of the memory to be returned to the system. Until the volume has
+        answered, nothing is placed there, because the pages' contents are discarded.
+        """
+        given = 0 if self.reserved is not None else super().trim(keep)
+        if given:
+            self.reserve()
+        return given
+
+
 class VolumeConnection(FrameProtocol):
-    """A volume's connection to its server; made by :meth:`open`.
+    """A volume's connection to its server; made by :meth:`open`. If the server comes back when it
+    dies, so does this connection.
 
     Args:
         volume: the volume, which has been started.
         info: the result of ``volume.start()``.
-        lost: called once, when the server of an attached volume is gone.
+        lost: called once, when the server of an attached volume is gone for good.
     """
 
     def __init__(self, volume: Volume, info: m.VolumeInfo, lost: Callable[[], None]) -> None:
@@ -177,12 +256,12 @@ class VolumeConnection(FrameProtocol):
         self._info = info
         self._lost = lost
         self._loop = asyncio.get_running_loop()
-        self._attached: asyncio.Future[None] = self._loop.create_future()
+        self._attached: asyncio.Future[int] = self._loop.create_future()
+        self._returning: asyncio.Task[None] | None = None
         self._watcher = ProcessWatches(self._send)
         self._answers: set[asyncio.Task[None]] = set()
         self._copier = CopierProcess([info.index], self._copier_ended_in_thread)
         self._path = ""
-        self._wanted = False
         self._closing = False
 
     @classmethod
@@ -200,10 +279,7 @@ class VolumeConnection(FrameProtocol):
         made._path = path
         try:
             async with asyncio.timeout(timeout):
-                with unix_socket() as sock:
-                    await connect(sock, path)
-                    await made._loop.create_unix_connection(lambda: made, sock=sock)
-                await made._attached
+                await made._attach()
         except TimeoutError as error:
             made.close()
             raise StoreTimeoutError(
@@ -214,9 +290,40 @@ class VolumeConnection(FrameProtocol):
             raise StoreClosedError(f"volume {info.id}: no server at {path}: {error}") from error
         return made
 
+    async def _attach(self) -> None:
+        """Connect, and wait until the server has accepted the volume.
+
+        Raises:
+            StoreClosedError: the connection was lost.
+            OSError: nobody listens there.
+            TorchStoreError: the server has rejected the volume.
+        """
+        with unix_socket() as sock:
+            await connect(sock, self._path)
+            await self._loop.create_unix_connection(lambda: self, sock=sock)
+        await self._attached
+
+    async def _return(self) -> None:
+        """Attach again to a server that comes back, as often as that takes."""
+        while not self._closing:
+            self._attached = self._loop.create_future()
+            try:
+                await self._attach()
+            except StoreClosedError:  # it has died again
+                await asyncio.sleep(_PAUSE_S)
+            except (TorchStoreError, OSError) as error:
+                log.info("volume %s: its server does not come back: %s", self._info.id, error)
+                self._closing = True
+                self._lost()
+            else:
+                self._tell()
+                return
+
     def close(self) -> None:
         """Disconnect from the server; ``lost`` is not called after this."""
         self._closing = True
+        if self._returning is not None:
+            self._returning.cancel()
         self._watcher.close()
         self._copier.stop()
         super().close()
@@ -225,6 +332,8 @@ class VolumeConnection(FrameProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        self.reader = FrameReader(m.MAX_FRAME)
+        self._watcher = ProcessWatches(self._send)
         self._send(m.Attach(1, m.PROTOCOL_VERSION, self._info))
 
     def received(self, bodies: list[bytes]) -> None:
@@ -246,8 +355,13 @@ class VolumeConnection(FrameProtocol):
         self._copier.stop()
         for task in self._answers:
             task.cancel()
-        self._fail(StoreClosedError(f"volume {self._info.id}: its server is gone"))
-        if self._wanted and not self._closing:
+        if not self._attached.done():
+            self._fail(StoreClosedError(f"volume {self._info.id}: its server is gone"))
+        elif self._closing or self._attached.cancelled() or self._attached.exception():
+            return  # it has never been attached
+        elif self._attached.result():
+            self._returning = self._loop.create_task(self._return())
+        else:
             self._closing = True
             self._lost()
 
@@ -259,10 +373,9 @@ class VolumeConnection(FrameProtocol):
     def _handle(self, message: m.Reply) -> None:
         memory = self._volume.memory
         match message:
-            case m.Done():
-                self._wanted = True
+            case m.Attached():
                 if not self._attached.done():
-                    self._attached.set_result(None)
+                    self._attached.set_result(message.life)
             case m.Failure():
                 self._fail(from_wire(message.code, message.message, message.key, message.details))
             case m.Prefault():

@@ -18,19 +18,17 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 
 from torchstore_core.errors import StoreClosedError
 from torchstore_core.machine.processes import Process
 from torchstore_core.machine.topology import Topology
-from torchstore_core.server.serving.conversation import Conversation
+from torchstore_core.wire import messages as m
 
-if TYPE_CHECKING:
-    from torchstore_core.server.server import Server
-
-__all__ = ["EXPIRE_S", "RelayReplies", "RelayReply", "RelayRequest", "RelayRequests", "RelayServer"]
+__all__ = ["EXPIRE_S", "Converse", "Conversing", "RelayReplies", "RelayReply", "RelayRequest"]
+__all__ += ["RelayRequests", "RelayServer"]
 
 log = logging.getLogger(__name__)
 
@@ -71,19 +69,53 @@ RelayRequests = msgspec.msgpack.Decoder(list[RelayRequest])
 RelayReplies = msgspec.msgpack.Decoder(list[RelayReply])
 
 
+class Conversing(Protocol):
+    """The server's side of one connection: a ``Conversation`` of this process, or a ``Line`` to the
+    process that has it.
+    """
+
+    def handle(self, body: bytes) -> None:
+        """A message has come."""
+
+    def process_died(self) -> None:
+        """The client's process has died."""
+
+    def ended(self) -> None:
+        """The connection has closed. Idempotent."""
+
+    def relay_lost(self, why: str) -> None:
+        """The relay is gone. Idempotent."""
+
+
+class Converse(Protocol):
+    """Begins a conversation."""
+
+    def __call__(
+        self, write: Callable[[bytearray], None], end: Callable[[], None], via: m.Via
+    ) -> Conversing:
+        """Begin one. ``write`` sends a frame to the client; ``end`` closes its connection."""
+
+
 class _RemoteRelay:
     """The server's side of one relay, with a conversation for each of its connections."""
 
     def __init__(
-        self, server: Server, topology: Topology, expire_s: float, clock: Callable[[], float]
+        self,
+        converse: Converse,
+        topology: Topology,
+        expire_s: float,
+        clock: Callable[[], float],
+        push: Callable[[bytes], None] | None,
     ) -> None:
-        self._server = server
+        self._converse = converse
+        self._push = push
+        self._name = secrets.token_bytes(8)
         self._clock = clock
         self.expire_s = expire_s
         self._poll_s = expire_s * _POLL
         self.topology = topology
         self.last_heard = self._clock()
-        self._conversations: dict[int, Conversation] = {}
+        self._conversations: dict[int, Conversing] = {}
         self._outbox: list[RelayReply] = []
         self._filled = asyncio.Event()
         self._exchanging = False
@@ -116,8 +148,8 @@ class _RemoteRelay:
             conversation.handle(one.body)
 
     def carries(self, peer: bytes) -> bool:
-        """Whether a client has a connection through this relay."""
-        return any(one.peer == peer for one in self._conversations.values())
+        """Whether a client reaches the server through this relay."""
+        return peer.startswith(self._name)
 
     async def poll(self) -> list[RelayReply]:
         self.last_heard = self._clock()
@@ -135,7 +167,7 @@ class _RemoteRelay:
         for conversation in conversations:
             conversation.relay_lost(why)
 
-    def _open(self, conn: int, process: Process | None) -> Conversation:
+    def _open(self, conn: int, process: Process | None) -> Conversing:
         def write(frame: bytearray) -> None:
             if conn in self._conversations:
                 self._send(RelayReply(conn, bytes(frame)))
@@ -146,14 +178,22 @@ class _RemoteRelay:
                 self._send(RelayReply(conn, close=True))
                 conversation.ended()
 
-        made = Conversation(self._server, write, end, self.topology, process)
+        made = self._converse(write, end, m.Via(self.topology, process, self._name))
         self._conversations[conn] = made
         return made
 
     def _send(self, reply: RelayReply) -> None:
         self._outbox.append(reply)
-        if not self._exchanging:  # otherwise the exchange returns it, not a poll
+        if self._exchanging:  # which returns it
+            return
+        if self._push is None:
             self._filled.set()
+        elif len(self._outbox) == 1:
+            asyncio.get_running_loop().call_soon(self._push_outbox, self._push)
+
+    def _push_outbox(self, push: Callable[[bytes], None]) -> None:
+        if self._outbox:
+            push(msgspec.msgpack.encode(self._take_outbox()))
 
     def _take_outbox(self) -> list[RelayReply]:
         replies, self._outbox = self._outbox, []
@@ -165,19 +205,19 @@ class RelayServer:
     """The server's side of all relays of a store. Everything runs on the server's event loop.
 
     Args:
-        server: the server that handles the messages.
+        converse: begins the conversation of each connection.
         expire_s: see :data:`EXPIRE_S`.
         clock: the clock of the event loop, in seconds.
     """
 
     def __init__(
         self,
-        server: Server,
+        converse: Converse,
         *,
         expire_s: float = EXPIRE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._server = server
+        self._converse = converse
         self._clock = clock
         self._expire_s = expire_s
         self._relays: dict[bytes, _RemoteRelay] = {}
@@ -189,18 +229,20 @@ class RelayServer:
         """The tokens of the uplinks that are open."""
         return self._relays.keys()
 
-    def open(self, topology: bytes) -> bytes:
+    def open(self, topology: bytes, push: Callable[[bytes], None] | None = None) -> bytes:
         """Open an uplink for a relay; returns the uplink's token.
 
         Args:
             topology: the encoded Topology of the relay's host.
+            push: sends the relay what ``poll`` would return, in order, for engines that can; then
+                ``poll`` only shows that the relay is alive.
 
         Raises:
             msgspec.DecodeError: ``topology`` cannot be decoded.
         """
         there = msgspec.msgpack.decode(topology, type=Topology)
         token = secrets.token_bytes(16)
-        self._relays[token] = _RemoteRelay(self._server, there, self._expire_s, self._clock)
+        self._relays[token] = _RemoteRelay(self._converse, there, self._expire_s, self._clock, push)
         return token
 
     def exchange(self, token: bytes, requests: bytes) -> bytes:
@@ -221,8 +263,8 @@ class RelayServer:
         return msgspec.msgpack.encode(await self._relay(token).poll())
 
     def token_of(self, peer: bytes) -> bytes | None:
-        """Return the token of the uplink through which a client reaches the server; None if it
-        reaches the server itself, or is gone.
+        """Return the token of the uplink through which a client has reached the server; None if it
+        has reached the server itself, or the uplink is closed.
 
         Args:
             peer: the id by which transports know the client, see ``TransportServer.handshake``.

@@ -31,6 +31,7 @@ class Connection(ClientSocket):
         returned: the session of which this has been the liveness connection in an earlier life of
             the server; None: it is new.
         is_there: whether the process of that session still runs.
+        via: how that session has come, if a relay carries it.
     """
 
     def __init__(
@@ -39,10 +40,13 @@ class Connection(ClientSocket):
         pid: int,
         returned: SessionRecord | None = None,
         is_there: bool = True,
+        via: m.Via | None = None,
     ) -> None:
         super().__init__(m.MAX_HELLO_FRAME, pid, server)
         self._server = server
-        self._conversation = Conversation(server, self.write, self.close, pid=pid, keep=self._keep)
+        self._conversation = Conversation(
+            server, self.write, self.close, via, pid=pid, keep=self._keep
+        )
         self._returned = returned
         self._is_there = is_there
         self._kept: KeptReader | None = None
@@ -87,7 +91,9 @@ class Connection(ClientSocket):
         self.reader.limit = m.MAX_FRAME
         hello_timer.cancel()
         self._hello_timer = None
-        if self._conversation.is_liveness:
+        if self._conversation.is_relayed:
+            self.pid = 0  # that of whoever carries the relay's connections
+        elif self._conversation.is_liveness:
             self.watch()
         self._read_as_kept()
 

@@ -19,8 +19,6 @@ from torchstore_core.errors import (
     StoreFullError,
     TorchStoreError,
 )
-from torchstore_core.machine.processes import Process
-from torchstore_core.machine.topology import Topology
 from torchstore_core.server.index.records import SessionRecord, Versions, Waiter
 from torchstore_core.server.serving import inspection
 from torchstore_core.server.serving.holding import HOLD_REQUESTS, answer_holds, is_holder
@@ -41,6 +39,7 @@ log = logging.getLogger(__name__)
 
 # Requests that are handled although their sender has gone: they concern others, or free memory.
 _LAST_WORDS = frozenset((m.Abort, m.Release, m.Unhold, m.Lend, m.LendAll, m.Claim, m.Adopt))
+_LAST_WORDS |= {m.ClientDied, m.RelayLost}
 # How many Waits one conversation may have open; a client has one per awaiting task.
 _MAX_WAITERS = 100_000
 
@@ -51,8 +50,8 @@ class Conversation:
     Args:
         write: sends a frame.
         end: closes the connection once everything has been sent.
-        via: the topology of the relay that carries the conversation; None if there is no relay.
-        process: the client's process, if a relay carries the conversation and knows the process.
+        via: the relay that carries the conversation; None if there is none, or if the first message
+            says it.
         pid: of the process at the other end, as the kernel tells it; 0: unknown.
         keep: called with a session of which this is the liveness connection, before its client
             knows of it.
@@ -63,8 +62,7 @@ class Conversation:
         server: Server,
         write: Callable[[bytearray], None],
         end: Callable[[], None],
-        via: Topology | None = None,
-        process: Process | None = None,
+        via: m.Via | None = None,
         pid: int = 0,
         keep: Callable[[SessionRecord], None] | None = None,
     ) -> None:
@@ -78,7 +76,6 @@ class Conversation:
         self.when_sent = self._sender.when_sent
         self.end = end
         self._via = via
-        self._process = process
         self._session: SessionRecord | None = None
         self._volume = -1
         self._liveness = False
@@ -93,9 +90,9 @@ class Conversation:
         return self._session is not None or self._volume >= 0
 
     @property
-    def peer(self) -> bytes:
-        """The id by which transports know the client; empty if no client has identified itself."""
-        return b"" if self._session is None else self._session.peer
+    def is_relayed(self) -> bool:
+        """Whether it comes through a relay."""
+        return self._via is not None
 
     @property
     def is_liveness(self) -> bool:
@@ -171,7 +168,8 @@ class Conversation:
 
         def detach(session: SessionRecord) -> None:
             # A holder's connection may have passed from the process that is known to a child of it.
-            detached.detach(session, None if is_holder(session) else self._process)
+            process = None if self._via is None or is_holder(session) else self._via.process
+            detached.detach(session, process)
 
         self._end(why, detach)
 
@@ -266,6 +264,12 @@ class Conversation:
         if isinstance(request, (m.Hello, m.Attach)):
             self._begin(request)
             return
+        if isinstance(request, m.Via) and not (self.greeted or self._via):
+            self._via = request
+            return
+        if isinstance(request, m.ClientDied | m.RelayLost):
+            self._of_line(request)
+            return
         if self._volume >= 0:
             match request:
                 case m.Warm():
@@ -280,6 +284,15 @@ class Conversation:
                     raise ProtocolError(f"a volume does not send {type(request).__name__}")
             return
         raise ProtocolError("the first message must be a Hello")
+
+    def _of_line(self, request: m.ClientDied | m.RelayLost) -> None:
+        """Handle what is not the client's message, but a message about it."""
+        if self._via is None:
+            raise ProtocolError(f"a client does not send {type(request).__name__}")
+        if isinstance(request, m.ClientDied):
+            self.process_died()
+        else:
+            self.relay_lost(request.why)
 
     def _delay(self, request: m.Request, delayed: Delayed) -> None:
         """Answer a request later, unless its client gives it up."""
@@ -338,9 +351,10 @@ class Conversation:
             self.end()
 
     def _attach(self, attach: m.Attach) -> None:
-        self._server.volume_attached(attach.info, self.send)
+        pid = self._pid if self._via is None else 0
+        life = self._server.volume_attached(attach.info, self.send, pid)
         self._volume = attach.info.index
-        self.send(m.Done(attach.id))
+        self.send(m.Attached(attach.id, life))
 
     def _hello(self, hello: m.Hello, controller: Controller) -> None:
         returning = self._server.returning
@@ -358,7 +372,8 @@ class Conversation:
             session = controller.join_session(hello.session)
             session.channels += 1
         else:
-            session = controller.open_session(hello.facts, hello.topology, self._pid)
+            pid = self._pid if self._via is None else 0
+            session = controller.open_session(hello.facts, hello.topology, pid, self._via)
             self._liveness = True
             self._keep(session)
             self._server.joined(session)
@@ -492,6 +507,8 @@ class Conversation:
             controller.repairs.take(session, request, self.send)
         elif type(request) is m.Drain:
             return m.DrainReply(request.id, controller.drains.drain(request))
+        elif type(request) is m.ClientDied or type(request) is m.RelayLost:
+            self._of_line(request)
         return None
 
     def _abort(self, session: SessionRecord, request: m.Abort) -> None:
