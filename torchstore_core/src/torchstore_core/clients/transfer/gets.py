@@ -308,16 +308,13 @@ class Leasing:
         if self._leased:
             batches = get_batches(targets, results, plain)
             results.waited = True
-            work = executor.execute(self._session, batches, self._clock.deadline)
-            for moved in await self._clock.within(work, self._channel):
-                for mapped in moved.mappings:
-                    positions = [target.pieces[0].position for target, _ in mapped.tensors]
-                    results.values.update({t.at: tensor for t, tensor in mapped.tensors})
-                    self._mapped.update(positions)
-                    self._session.hold(mapped.owner, self.lease, positions)
-                if measured is not None:
-                    volume = self._session.volumes[moved.batch.volume].info.id
-                    measured.moved(moved.batch.nbytes, moved.transport, (volume,))
+            where = self._session, self._channel
+            done = await executor.execute_within(self._clock, *where, batches)
+            for mapped in [one for moved in done for one in moved.mappings]:
+                positions = [target.pieces[0].position for target, _ in mapped.tensors]
+                results.values.update({t.at: tensor for t, tensor in mapped.tensors})
+                self._mapped.update(positions)
+                self._session.hold(mapped.owner, self.lease, positions)
         if measured is not None:
             pieces = [piece for target in targets for piece in target.pieces]
             measured.moved(sum([p.nbytes for p in pieces if p.grant is None]), "inline")
@@ -342,15 +339,11 @@ class Leasing:
         batch = batch_of(columns, tensors)
         if batch is None:
             return None
-        work = executor.execute(self._session, [batch], self._clock.deadline)
+        where = self._session, self._channel
         try:
-            (moved,) = await self._clock.within(work, self._channel)
+            await executor.execute_within(self._clock, *where, [batch])
         except NotPlainError:
             return None
-        measured = self._clock.measured
-        if measured is not None:
-            volume = self._session.volumes[batch.volume].info.id
-            measured.moved(batch.nbytes, moved.transport, (volume,))
         if tensors is not None:
             were_written(tensors)
         self._clock.phase("copy")
