@@ -41,38 +41,6 @@ if TYPE_CHECKING:
     from torchstore_core.clients.state_dicts.getting import StateDictReport
     from torchstore_core.clients.state_dicts.putting import PendingPut
 
-__all__ = [
-    "address",
-    "client",
-    "connect",
-    "connect_or_initialize",
-    "delete",
-    "delete_batch",
-    "exists",
-    "explain",
-    "free",
-    "get",
-    "get_batch",
-    "get_state_dict",
-    "hold",
-    "initialize",
-    "initialize_spmd",
-    "keys",
-    "latest_version",
-    "put",
-    "put_batch",
-    "put_object",
-    "put_state_dict",
-    "refs",
-    "reset_client",
-    "shutdown",
-    "stat",
-    "status",
-    "versions",
-    "wait",
-    "wait_any",
-]
-
 _STOP_TIMEOUT_S = starting.STOP_TIMEOUT_S
 
 
