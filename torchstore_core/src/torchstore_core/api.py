@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     import torch
 
     from torchstore_core.clients.packed.packed import TorchStoreStateDict
-    from torchstore_core.clients.state_dicts.getting import StateDictReport
     from torchstore_core.clients.state_dicts.putting import PendingPut
+    from torchstore_core.clients.values.differences import StateDictReport
 
 _STOP_TIMEOUT_S = starting.STOP_TIMEOUT_S
 

@@ -33,9 +33,9 @@ from torchstore_core.clients.calls import thread_loops
 from torchstore_core.clients.calls.timeouts import check_timeout
 from torchstore_core.clients.packed import packed
 from torchstore_core.clients.session import held_ref
-from torchstore_core.clients.state_dicts import getting, putting
+from torchstore_core.clients.state_dicts import putting
 from torchstore_core.clients.stores import discovery
-from torchstore_core.clients.values import sharding
+from torchstore_core.clients.values import differences, sharding
 from torchstore_core.contracts import ranks
 
 # The same names as there: a test compares them.
@@ -67,7 +67,7 @@ HeldRef = held_ref.HeldRef
 Request = values.Request
 TensorSlice = values.TensorSlice
 TensorShard = sharding.TensorShard
-StateDictReport = getting.StateDictReport
+StateDictReport = differences.StateDictReport
 TensorReference = packed.TensorReference
 SPMDEnv = ranks.SPMDEnv
 TorchStoreStateDict = packed.TorchStoreStateDict

@@ -16,7 +16,6 @@ from torchstore_core.clients.session.channel import Channel
 from torchstore_core.clients.session.held_ref import HeldRef, caller
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.state_dicts import getting
-from torchstore_core.clients.state_dicts.getting import StateDictReport
 from torchstore_core.clients.state_dicts.putting import PendingPut, plan_put
 from torchstore_core.clients.transfer.columns.gets import Named, names_and_tensors
 from torchstore_core.clients.transfer.columns.sources import (
@@ -35,6 +34,7 @@ from torchstore_core.clients.transfer.gets import (
 )
 from torchstore_core.clients.transfer.puts import PutOptions, Putting, put_sources
 from torchstore_core.clients.transfer.sources import Source, look_again, prepare, prepare_all
+from torchstore_core.clients.values.differences import StateDictReport
 from torchstore_core.clients.values.sharding import TensorShard
 from torchstore_core.contracts.when_full import when_full_code
 from torchstore_core.errors import ConfigurationError, UnsupportedValueError, VersionGoneError

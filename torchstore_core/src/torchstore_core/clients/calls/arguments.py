@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from torchstore_core.errors import ConfigurationError, UnsupportedValueError
+from torchstore_core.errors import ConfigurationError, UnsupportedValueError, VersionGoneError
 from torchstore_core.wire import messages as m
 
-__all__ = ["check_key", "check_version"]
+__all__ = ["check_exact", "check_key", "check_version"]
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
@@ -42,4 +42,13 @@ def check_version(version: int | None, *, rewind: object = False) -> int:
         return 0
     if type(version) is not int or not 0 < version < 1 << 62:
         raise ConfigurationError(f"a version is an int above 0 and below 2**62, not {version!r}")
+    return version
+
+
+def check_exact(key: str, version: int) -> int:
+    """Check an explicit version: to the server, 0 would mean the newest one."""
+    if not isinstance(version, int):
+        raise UnsupportedValueError(f"a version is an int, not a {type(version).__qualname__}")
+    if not 0 < version < 1 << 63:
+        raise VersionGoneError(f"there never was a version {version} of {key!r}", key=key)
     return version

@@ -167,13 +167,12 @@ class KeyOperations(ClientBase):
             request = m.Wait(channel.next_id(), names, min_version)
         try:
             reply = await channel.call(request, m.Committed, clock.left())
-        except StoreTimeoutError:
+        except BaseException as error:
             channel.cancel(request.id)
+            if not isinstance(error, StoreTimeoutError):
+                raise
             unmet = await wait_errors.unmet_keys(channel, names, min_version)
             raise wait_errors.wait_timeout(names, min_version, clock.timeout, unmet) from None
-        except BaseException:
-            channel.cancel(request.id)
-            raise
         if renewed is not None:
             renewed.told(names)
         return refs_of(names, reply, incarnation)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from torchstore_core.clients.calls.arguments import check_key
+from torchstore_core.clients.calls.arguments import check_exact, check_key
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.calls.incarnations import check_incarnation
 from torchstore_core.clients.session.channel import QUICK_ENTRIES, Channel
@@ -34,7 +34,6 @@ from torchstore_core.errors import (
     TorchStoreError,
     TransportError,
     UnsupportedValueError,
-    VersionGoneError,
 )
 from torchstore_core.values import ObjectRef, Request, TensorSlice
 from torchstore_core.wire import messages as m
@@ -77,14 +76,14 @@ class ValueRequest(msgspec.Struct, frozen=True, gc=False):
         if isinstance(what, HeldRef):
             what = what.ref
         if isinstance(what, ObjectRef):
-            version = _exact(what.key, what.version)
+            version = check_exact(what.key, what.version)
             of = what.incarnation, what.timeline
             key = what.key
             if key or not what.incarnation:  # otherwise it is an object without a key
                 check_key(key)
             return cls(key, version, tensor, part, *of)
         if isinstance(what, Request):
-            version = 0 if what.version is None else _exact(what.key, what.version)
+            version = 0 if what.version is None else check_exact(what.key, what.version)
             if part is None and what.tensor_slice is not None:
                 part = plain_slice(what.key, what.tensor_slice)
             return cls(check_key(what.key), version, tensor, part)
@@ -111,15 +110,6 @@ def asks_of(want: ValueRequest) -> list[ValueRequest]:
         ValueRequest(key, version, local.tensor, local.part, incarnation, timeline)
         for local in local_parts(key, tensor)
     ]
-
-
-def _exact(key: str, version: int) -> int:
-    """Check an explicit version: to the server, 0 would mean the newest one."""
-    if not isinstance(version, int):
-        raise UnsupportedValueError(f"a version is an int, not a {type(version).__qualname__}")
-    if not 0 < version < 1 << 63:
-        raise VersionGoneError(f"there never was a version {version} of {key!r}", key=key)
-    return version
 
 
 async def get_asks(
