@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torchstore_core.clients.calls.arguments import check_timeout
 from torchstore_core.clients.calls.reference_operations import R
-from torchstore_core.clients.calls.timeouts import check_timeout
 from torchstore_core.clients.client import Client
 from torchstore_core.clients.session.held_ref import HeldRef
 from torchstore_core.clients.stores import environment, lookup, starting, table

@@ -30,7 +30,7 @@ import torchstore_core
 from torchstore_core import api, errors, values
 from torchstore_core.clients import client as async_client
 from torchstore_core.clients.calls import thread_loops
-from torchstore_core.clients.calls.timeouts import check_timeout
+from torchstore_core.clients.calls.arguments import check_timeout
 from torchstore_core.clients.packed import packed
 from torchstore_core.clients.session import held_ref
 from torchstore_core.clients.state_dicts import putting

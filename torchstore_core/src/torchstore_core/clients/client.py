@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchstore_core.clients.calls.arguments import check_key, check_version
+from torchstore_core.clients.calls.arguments import check_key, check_min_version, check_version
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.calls.incarnations import check_after, refs_of
-from torchstore_core.clients.calls.key_operations import check_min_version
-from torchstore_core.clients.calls.volumes.volume_operations import VolumeOperations
+from torchstore_core.clients.calls.volume_operations import VolumeOperations
 from torchstore_core.clients.packed import packed
 from torchstore_core.clients.packed.packed import TorchStoreStateDict
 from torchstore_core.clients.session.channel import Channel

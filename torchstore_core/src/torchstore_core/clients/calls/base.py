@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torchstore_core.clients.calls.arguments import check_timeout
 from torchstore_core.clients.calls.clock import Clock
-from torchstore_core.clients.calls.timeouts import check_timeout
 from torchstore_core.clients.session.channel import Channel
 from torchstore_core.clients.session.session import Session
 from torchstore_core.errors import StoreClosedError

@@ -8,7 +8,12 @@ from typing import Any
 import msgspec
 
 from torchstore_core.clients.calls import observers, wait_errors
-from torchstore_core.clients.calls.arguments import check_key, check_version
+from torchstore_core.clients.calls.arguments import (
+    check_key,
+    check_min_version,
+    check_size,
+    check_version,
+)
 from torchstore_core.clients.calls.base import QUICK, ClientBase
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.calls.incarnations import check_after, check_incarnation, refs_of
@@ -19,7 +24,7 @@ from torchstore_core.reports.status import StatusReport
 from torchstore_core.values import ObjectRef
 from torchstore_core.wire import messages as m
 
-__all__ = ["KeyOperations", "check_min_version"]
+__all__ = ["KeyOperations"]
 
 
 class KeyOperations(ClientBase):
@@ -230,21 +235,6 @@ class KeyOperations(ClientBase):
             session = await self._joined.session(clock.left())
             clock.on_session()
             return [_explain(volume, nbytes) for volume in session.volumes]
-
-
-def check_size(nbytes: object) -> None:
-    """Raise UnsupportedValueError unless ``nbytes`` is a number of bytes."""
-    if not isinstance(nbytes, int) or nbytes < 0:
-        raise UnsupportedValueError(
-            f"explain takes a number of bytes, an int of 0 or more, not {nbytes!r}"
-        )
-
-
-def check_min_version(version: object) -> None:
-    """Raise UnsupportedValueError unless ``version`` is one that can be waited for, or None."""
-    if version is None or (isinstance(version, int) and -(1 << 63) <= version < 1 << 63):
-        return
-    raise UnsupportedValueError(f"min_version is an int or None, not {version!r}")
 
 
 def _set_keys(clock: Clock, keys: list[str]) -> None:

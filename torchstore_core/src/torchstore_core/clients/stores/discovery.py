@@ -8,7 +8,7 @@ import socket
 
 import msgspec
 
-from torchstore_core.clients.calls.timeouts import check_timeout
+from torchstore_core.clients.calls.arguments import check_timeout
 from torchstore_core.clients.session.handshake import client_facts, handshake
 from torchstore_core.errors import StoreClosedError, TorchStoreError
 from torchstore_core.machine import topology

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from torchstore_core.clients.calls.timeouts import check_timeout
+from torchstore_core.clients.calls.arguments import check_timeout
 from torchstore_core.clients.calls.user_warnings import warn
 from torchstore_core.clients.client import Client
 from torchstore_core.clients.stores import ancestors, discovery, environment, lookup, table
