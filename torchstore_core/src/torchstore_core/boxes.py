@@ -12,9 +12,6 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-__all__ = ["Box", "Piece", "contiguous_runs", "covers", "intersect", "is_contiguous", "missing"]
-__all__ += ["read_plan", "relative", "whole"]
-
 
 class Box(NamedTuple):
     """A rectangular part of a tensor: its offset and its shape, in elements.

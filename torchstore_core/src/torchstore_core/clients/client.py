@@ -43,8 +43,6 @@ from torchstore_core.wire.columns import FEWEST
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Client"]
-
 
 class Client(VolumeOperations):
     """A process's handle to one store, returned by ``initialize``, ``connect`` and ``client()``.

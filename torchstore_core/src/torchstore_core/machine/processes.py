@@ -9,8 +9,6 @@ import os
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["Process", "ProcessWatch", "is_exiting", "pid_namespace", "started", "stat_fields"]
-
 log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 0.5

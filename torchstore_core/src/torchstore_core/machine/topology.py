@@ -13,19 +13,6 @@ import msgspec
 from torchstore_core.machine.networks import Network, namespace_id, reachable
 from torchstore_core.machine.processes import started, stat_fields
 
-__all__ = [
-    "HOST_ID",
-    "Topology",
-    "capacity_warning",
-    "cgroup_limits",
-    "left_below",
-    "memory_left_bytes",
-    "memory_limit_bytes",
-    "probe",
-]
-__all__ += ["start_time"]
-
-
 _INFINIBAND = "/sys/class/infiniband"
 _NETWORKS_MAX = 16
 

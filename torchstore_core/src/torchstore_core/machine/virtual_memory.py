@@ -14,18 +14,6 @@ import os
 import weakref
 from collections.abc import Callable
 
-__all__ = [
-    "MADV_POPULATE_WRITE",
-    "before_unmap",
-    "forget_pages",
-    "map_private",
-    "map_shared",
-    "populate_read",
-    "populate_write",
-    "punch_hole",
-    "unmap",
-]
-
 _MADV_DONTNEED = 4
 _MADV_POPULATE_READ = 22  # Linux 5.14
 #: For ``mmap.mmap.madvise``: fill the page tables of a range for writing. As old as the one above.

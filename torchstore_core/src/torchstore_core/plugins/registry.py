@@ -30,8 +30,6 @@ from torchstore_core.plugins.installed import (
 if TYPE_CHECKING:
     from importlib import metadata
 
-__all__ = ["Registry", "load_class"]
-
 _PACKAGE_PART = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*\Z")
 
 _PACKAGES = {

@@ -15,8 +15,6 @@ import msgspec
 from torchstore_core.machine.numa import Numa, probe_numa
 from torchstore_core.plugins.registry import Registry
 
-__all__ = ["Surroundings", "surroundings"]
-
 _CORE = "torchstore-core"
 _TRANSPORTS = "torchstore.transports"
 

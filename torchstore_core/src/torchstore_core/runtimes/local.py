@@ -29,8 +29,6 @@ from torchstore_core.plugins.installed import Inventory
 from torchstore_core.plugins.ranking import Policy
 from torchstore_core.plugins.strategy_data import encode_strategy
 
-__all__ = ["LocalRuntime"]
-
 log = logging.getLogger(__name__)
 
 _KILL_AFTER_S = 3.0

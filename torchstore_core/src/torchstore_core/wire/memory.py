@@ -9,9 +9,6 @@ from typing import Any
 
 from torchstore_core.wire.facts import Message, VolumeInfo
 
-__all__ = ["Attach", "Lost", "PeerGone", "PeerHandshake", "PeerReply", "Prefault", "ProcessDied"]
-__all__ += ["Trim", "Warm", "Warmed", "WatchProcess"]
-
 
 class Attach(Message, frozen=True, tag="attach"):
     """The first message of a volume in another process. Reply :class:`Done`.

@@ -9,9 +9,6 @@ from typing import Any
 from torchstore_core.errors import ConfigurationError, UnsupportedValueError, VersionGoneError
 from torchstore_core.wire import messages as m
 
-__all__ = ["check_exact", "check_key", "check_min_version", "check_size", "check_timeout"]
-__all__ += ["check_version"]
-
 _LONGEST_S = 1e9  # 31 years; with longer time-outs clocks and locks overflow
 _SURROGATES = re.compile("[\ud800-\udfff]")
 

@@ -14,8 +14,6 @@ from torchstore_core.wire import messages as m
 if TYPE_CHECKING:
     from torchstore_core.clients.stores.joined import JoinedStore
 
-__all__ = ["QUICK", "ClientBase", "wait_released"]
-
 #: Requests to which the server replies in less time than a task switch takes.
 QUICK = frozenset(("delete", "exists", "latest_version", "stat", "versions"))
 R = TypeVar("R", bound=m.Message)

@@ -24,8 +24,6 @@ from torchstore_core.reports.status import StatusReport
 from torchstore_core.values import ObjectRef
 from torchstore_core.wire import messages as m
 
-__all__ = ["KeyOperations"]
-
 
 class KeyOperations(ClientBase):
     """The operations of a client that transfer no values."""

@@ -20,8 +20,6 @@ from torchstore_core.reports.refs import RefReport
 from torchstore_core.values import ObjectRef
 from torchstore_core.wire import messages as m
 
-__all__ = ["R", "ReferenceOperations"]
-
 #: How long the server may take to say what is ready when the time is over, in seconds.
 STATE_S = 10.0
 AnyRef = str | ObjectRef | HeldRef

@@ -33,9 +33,6 @@ from torchstore_core.clients.values.tensors import (
 from torchstore_core.errors import ConfigurationError
 from torchstore_core.values import TensorSlice
 
-__all__ = ["SUBJECT", "Layout", "Pair", "box_of", "bytes_of", "copy_now", "is_tensor", "view_of"]
-__all__ += ["lay_out", "memory_key", "new_blob", "parts_of"]
-
 #: The name of a packed state dict in errors, because it has no key yet.
 SUBJECT = "state dict"
 Pair = tuple[torch.Tensor, torch.Tensor]  # target, source: one shape, one dtype

@@ -28,8 +28,6 @@ from torchstore_core.wire.framing import FrameReader, encode
 if TYPE_CHECKING:
     from torchstore_core.clients.session.channel import Channel
 
-__all__ = ["Ranks", "ask_volume", "client_facts", "handshake", "socket_path", "welcome_in"]
-
 _RECEIVE = 1 << 18
 # Between attempts when the server has closed the connection without an answer.
 _PAUSES_S = (0.01, 0.05, 0.1, 0.2)

@@ -11,8 +11,6 @@ from torchstore_core.errors import StoreClosedError
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import FrameReader, encode
 
-__all__ = ["has_ended", "rejoin"]
-
 # How long one attempt waits before it looks whether anybody still wants it; the server may need
 # longer, and the connection stays in its queue.
 _LOOK_S = 0.25

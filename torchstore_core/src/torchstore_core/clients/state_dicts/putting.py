@@ -50,8 +50,6 @@ from torchstore_core.errors import (
 from torchstore_core.values import ObjectRef, TensorMeta, TensorSlice
 from torchstore_core.wire import messages as m
 
-__all__ = ["PendingPut", "plan_put"]
-
 log = logging.getLogger(__name__)
 
 

@@ -22,8 +22,6 @@ from torchstore_core.machine import topology
 from torchstore_core.machine.directories import CONTROL, find_files, runtime_directory
 from torchstore_core.machine.processes import pid_namespace, stat_fields
 
-__all__ = ["find", "note", "parent"]
-
 _PREFIX = "published-"
 _MOST_GENERATIONS = 64
 

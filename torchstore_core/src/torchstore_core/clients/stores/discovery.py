@@ -15,8 +15,6 @@ from torchstore_core.machine import topology
 from torchstore_core.machine.directories import CONTROL, find_files, runtime_directory
 from torchstore_core.wire import messages as m
 
-__all__ = ["ANSWER_S", "RunningStore", "look", "probe", "stores"]
-
 #: ``ClientFacts.role`` of sessions that ask what there is, and leave.
 TOOL = "tool"
 #: Seconds that a store may take to say who it is.

@@ -20,17 +20,6 @@ from torchstore_core.plugins.ranking import Policy
 from torchstore_core.plugins.registry import Registry, load_class
 from torchstore_core.plugins.strategy_data import check_transport
 
-__all__ = [
-    "SPMD",
-    "STOP_TIMEOUT_S",
-    "check",
-    "rank_runtime",
-    "runtime",
-    "start",
-    "strategy",
-    "warn_of_another",
-]
-
 log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 10.0

@@ -26,8 +26,6 @@ from torchstore_core.errors import StoreClosedError, StoreTimeoutError, Transpor
 from torchstore_core.machine.tasks import together
 from torchstore_core.plugins.ranking import Candidate
 
-__all__ = ["Moved", "by_link", "execute", "execute_within"]
-
 # Up to this many bytes, the volumes of this host are processed one after another: creating a task
 # for each would take longer.
 _ONE_BY_ONE = 1 << 20

@@ -38,8 +38,6 @@ from torchstore_core.errors import (
 from torchstore_core.values import ObjectRef, Request, TensorSlice
 from torchstore_core.wire import messages as m
 
-__all__ = ["Found", "Leasing", "ValueRequest", "asks_of", "get_asks", "get_named", "requests_of"]
-
 
 class ValueRequest(msgspec.Struct, frozen=True, gc=False):
     """A request for one value, or for a ``part`` of it. ``tensor`` is the destination, if there is

@@ -23,8 +23,6 @@ from torchstore_core.values import ObjectRef
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.columns import in_a_row
 
-__all__ = ["PutOptions", "Putting", "put_sources"]
-
 R = TypeVar("R", bound=m.Message)
 
 

@@ -29,8 +29,6 @@ from torchstore_core.errors import TransportError
 from torchstore_core.machine import copying
 from torchstore_core.wire.columns import running_totals
 
-__all__ = ["by_window"]
-
 
 class _Progress:
     """What has not been copied yet, of the tasks that were made. ``complete``: all have been."""

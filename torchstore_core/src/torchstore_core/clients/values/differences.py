@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from torchstore_core.errors import LayoutMismatchError
 from torchstore_core.values import ObjectRef
 
-__all__ = ["StateDictReport", "mismatch_error"]
-
 
 @dataclass
 class StateDictReport:

@@ -12,8 +12,6 @@ from sortedcontainers import SortedList
 from torchstore_core.server.index.records import Manifest, Stored
 from torchstore_core.wire.messages import MAX_KEY
 
-__all__ = ["KeyNames", "splits"]
-
 
 def _above(prefix: str) -> str | None:
     """Return the lowest string above all that start with ``prefix``; None if there is none."""

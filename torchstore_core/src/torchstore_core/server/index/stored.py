@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator
 from torchstore_core.server.index.catalog import Catalog
 from torchstore_core.server.index.records import Manifest, Stored, Value, all_values
 
-__all__ = ["named_values", "stored_values"]
-
 
 def stored_values(catalog: Catalog) -> Iterator[list[tuple[str, Value]]]:
     """Yield every value that is complete, a list for each key, with the keys by which the strategy

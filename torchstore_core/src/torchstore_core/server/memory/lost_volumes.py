@@ -20,8 +20,6 @@ from torchstore_core.server.index.stored import stored_values
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.wire import messages as m
 
-__all__ = ["LostVolumes", "forget_copy", "lost_reason"]
-
 
 class LostVolumes:
     """Determines which values are lost: those of which every copy was on a lost volume.

@@ -9,8 +9,6 @@ import msgspec
 
 from torchstore_core.server.index.records import Value
 
-__all__ = ["Backlog", "Entry", "Parked"]
-
 
 class Entry(msgspec.Struct, eq=False):
     """A value that lacks copies.

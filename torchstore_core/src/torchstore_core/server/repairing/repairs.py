@@ -33,8 +33,6 @@ from torchstore_core.server.repairing.rates import Rate
 from torchstore_core.server.repairing.targets import Targets
 from torchstore_core.wire import messages as m
 
-__all__ = ["Copier", "Repairs", "StartsCopier"]
-
 log = logging.getLogger(__name__)
 
 # A batch has at most so many bytes, unless it is one value, and so many values.
