@@ -19,6 +19,9 @@ from typing import Any
 import torch
 
 import torchstore_core as ts
+from torchstore_core.errors import PluginError
+from torchstore_core.plugins.installed import GROUPS
+from torchstore_core.plugins.registry import Registry
 
 __all__ = [
     "RUNTIMES",
@@ -27,6 +30,7 @@ __all__ = [
     "disk_of",
     "free_port",
     "halt",
+    "load_all",
     "named_memory",
     "running_store",
     "server_children",
@@ -186,3 +190,11 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     # Some dtypes have no kernel that copies; integers of the same width do.
     plain = plain.view(_INTEGERS[plain.element_size()]).contiguous()
     return plain.reshape(-1).view(torch.uint8)
+
+
+def load_all(registry: Registry) -> None:
+    """Load every plug-in of every group, so that ``errors()`` is complete."""
+    for group in GROUPS:
+        for name in registry.names(group):
+            with contextlib.suppress(PluginError):
+                registry.load(group, name)

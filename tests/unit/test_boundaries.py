@@ -85,6 +85,7 @@ except ImportError:
     from asyncio import run
 from torchstore_core.machine import topology
 from torchstore_core.contracts.strategy import ClientFacts
+from torchstore_core.plugins.installed import GROUPS
 from torchstore_core.server import __main__
 from torchstore_core.server.server import Server, ServerOptions
 from torchstore_core.values import ObjectMeta, TensorMeta
@@ -140,7 +141,7 @@ async def main(directory):
     await server.serve()
     await server.close()
     send.close()
-    server.registry.load_all()
+    [server.registry.load(g, n) for g in GROUPS for n in server.registry.names(g)]
     assert not server.registry.errors()
 
 with tempfile.TemporaryDirectory() as directory:

@@ -146,7 +146,7 @@ def test_intersect(pair: tuple[Box, Box]) -> None:
 @given(PAIRS)
 def test_subtract(pair: tuple[Box, Box]) -> None:
     a, b = pair
-    pieces = boxes.subtract(a, b)
+    pieces = boxes.missing(a, [b])
     assert disjoint_union(pieces) == cells(a) - cells(b)
     assert len(pieces) <= max(2 * a.ndim, 1)
 
@@ -156,7 +156,6 @@ def check_what_is_missing(target: Box, others: list[Box]) -> None:
     pieces = boxes.missing(target, others)
     assert disjoint_union(pieces) == rest
     assert pieces == sorted(pieces)
-    assert boxes.subtract_all(target, others) == pieces
     assert boxes.covers(target, others) == (not rest)
 
 
@@ -223,7 +222,7 @@ def test_a_box_without_dimensions_is_one_element() -> None:
     assert dot == Box((), ())
     assert (dot.numel, dot.ndim, dot.is_empty, dot.end) == (1, 0, False, ())
     assert boxes.intersect(dot, dot) == dot
-    assert boxes.subtract(dot, dot) == []
+    assert boxes.missing(dot, [dot]) == []
     assert boxes.missing(dot, []) == [dot]
     assert boxes.covers(dot, [dot])
     assert not boxes.covers(dot, [])
@@ -237,8 +236,8 @@ def test_an_empty_box_needs_nothing_and_gives_nothing() -> None:
     tensor, empty = whole((4, 3)), Box((4, 0), (0, 3))  # as FSDP's last shards may be
     assert empty.is_empty
     assert boxes.intersect(tensor, empty) is None
-    assert boxes.subtract(tensor, empty) == [tensor]
-    assert boxes.subtract(empty, tensor) == []
+    assert boxes.missing(tensor, [empty]) == [tensor]
+    assert boxes.missing(empty, [tensor]) == []
     assert boxes.covers(empty, [])
     assert not boxes.covers(tensor, [empty])
     assert boxes.read_plan(empty, [tensor]) == []
@@ -292,9 +291,7 @@ def test_boxes_may_come_from_a_generator() -> None:
 TAKES_TWO: list[Callable[[Box, Box], Any]] = [
     lambda a, b: a.contains(b),
     boxes.intersect,
-    boxes.subtract,
     boxes.relative,
-    lambda a, b: boxes.subtract_all(a, [b]),
     lambda a, b: boxes.missing(a, [b]),
     lambda a, b: boxes.covers(a, [b]),
     lambda a, b: boxes.read_plan(a, [b]),
@@ -322,13 +319,13 @@ def test_bad_boxes_are_named(function: Callable[[Box, Box], Any], bad: Box, comp
 
 @pytest.mark.parametrize("bad", [Box((1,), (2, 3)), Box((-1,), (2,)), Box((0,), (-1,))])
 def test_a_bad_target_is_refused_without_any_boxes(bad: Box) -> None:
-    for function in (boxes.missing, boxes.covers, boxes.read_plan, boxes.subtract_all):
+    for function in (boxes.missing, boxes.covers, boxes.read_plan):
         with pytest.raises(ValueError, match=r"negative|dimensions"):
             function(bad, [])
 
 
 def test_a_bad_box_behind_good_ones_is_refused() -> None:
-    for function in (boxes.missing, boxes.covers, boxes.read_plan, boxes.subtract_all):
+    for function in (boxes.missing, boxes.covers, boxes.read_plan):
         with pytest.raises(ValueError, match="dimensions"):
             function(whole((4,)), [whole((4,)), whole((4, 1))])
 

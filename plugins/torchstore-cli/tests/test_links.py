@@ -11,6 +11,7 @@ import pytest
 from tests.support import running_store
 from tests.unit.plugins.test_plugins import TRANSPORTS, Site
 
+from torchstore_cli.doctor.differences import differences
 from torchstore_cli.doctor.links import numa_notes
 from torchstore_core.contracts.transport import Bid, LinkContext, TransportSpec
 from torchstore_core.machine import topology
@@ -24,7 +25,7 @@ from torchstore_core.plugins.calibration import (
     save,
 )
 from torchstore_core.plugins.ranking import Policy, rank
-from torchstore_core.plugins.surroundings import Surroundings, differences
+from torchstore_core.plugins.surroundings import Surroundings
 
 from .test_cli import Result, _python_path, installed, torchstore
 

@@ -25,7 +25,7 @@ from tests.support import turn
 import torchstore_core as ts
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.state_dicts.putting import plan_put
-from torchstore_core.clients.transfer.puts import Putting
+from torchstore_core.clients.transfer.puts import PutOptions, Putting
 from torchstore_core.clients.transfer.sources import Source, prepare
 from torchstore_core.wire import messages as m
 
@@ -359,7 +359,7 @@ async def begin(client: ts.Client, mine: Publisher, number: int, version: int | 
     clock = Clock(20)
     session, channel = await client._join(clock)
     sources, group = mine.plan(number, session.anonymous)
-    putting = Putting(session, channel, sources, clock, version or 0, group)
+    putting = Putting(session, channel, sources, clock, PutOptions(version or 0, group))
     await putting.begin()
     await putting.write()
     return putting

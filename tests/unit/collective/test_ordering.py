@@ -12,7 +12,7 @@ from tests.unit.collective.ranks import Rank, a_store, obj
 from tests.unit.server.test_controller import HERE, facts, inline
 
 from torchstore_core.server.controller import Controller
-from torchstore_core.server.index.key_names import KeyOrder
+from torchstore_core.server.index.key_names import KeyNames
 from torchstore_core.server.index.records import Manifest
 from torchstore_core.server.serving import inspection
 from torchstore_core.wire import messages as m
@@ -23,7 +23,7 @@ Prefix = st.text(alphabet="a/b\U0010ffff", max_size=5)
 
 @given(st.sets(Prefix), Prefix, Prefix, st.none() | st.integers(0, 5))
 def test_starting(keys: set[str], prefix: str, after: str, limit: int | None) -> None:
-    order = KeyOrder()
+    order = KeyNames({})
     order.add(keys)
     found = sorted(key for key in keys if key.startswith(prefix) and (not after or key > after))
     assert order.starting(prefix, after, limit) == found[:limit]
@@ -89,7 +89,7 @@ def test_a_prefix_costs_what_it_finds() -> None:
         monkeypatch.setattr(store.catalog, "newest", unlooked)
         monkeypatch.setattr(store.catalog.names, "_newest", unlooked)
         looked: list[str] = []
-        order = store.catalog.names._order._keys
+        order = store.catalog.names._keys
         compare = order.irange
 
         def irange(*bounds: Any) -> Iterator[str]:

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from torchstore_core.machine.sockets.listeners import listeners, refuse_all
+from torchstore_transports.listeners import listeners, refuse_all
 
 
 def _connects(address: tuple[str, int]) -> bool:

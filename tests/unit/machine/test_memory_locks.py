@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchstore_core.errors import TransportError
-from torchstore_core.machine.memory_locks import acquire, release
-from torchstore_core.machine.registrations import SMALLEST, Registrations
-from torchstore_core.machine.virtual_memory import is_locked, lock, unlock
+from torchstore_transports.registered.memory_locks import acquire, is_locked, lock, release, unlock
+from torchstore_transports.registered.registrations import SMALLEST, Registrations
 
 PAGE = mmap.PAGESIZE
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from tests.support import until
 from tests.unit.machine.native import needs_native
 
-from torchstore_core.machine.sockets import rows as socket_rows
-from torchstore_core.machine.sockets.rows import MemoryRows, receive_rows, send_rows
+from torchstore_transports.tcp.wire import rows as socket_rows
+from torchstore_transports.tcp.wire.rows import MemoryRows, receive_rows, send_rows
 
 pytestmark = needs_native
 #: Rows: their length, how many there are, and the gap between them, in bytes.

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from tests.support import free_port
+from tests.support import free_port, load_all
 
 import torchstore_core as ts
 from torchstore_core.clients.stores import starting
@@ -128,7 +128,7 @@ def test_the_built_ins_come_through_the_same_door() -> None:
     assert {"singleton", "local-rank", "host"} <= set(registry.names(STRATEGIES))
     assert "local" in registry.names(RUNTIMES)
     assert registry.source(TRANSPORTS, "shm") == "torchstore-transports"
-    registry.load_all()
+    load_all(registry)
     assert registry.errors() == {}
 
 
@@ -258,7 +258,7 @@ def test_a_broken_one_is_recorded_and_raised_only_when_asked_for(site: Site, nam
         TRANSPORTS: registry.transports,
         RUNTIMES: registry.runtimes,
         OBSERVERS: lambda: [*registry.observers()],
-        STRATEGIES: lambda: [registry.strategy("good"), registry.load_all()][:1],
+        STRATEGIES: lambda: [registry.strategy("good"), load_all(registry)][:1],
     }
     assert len(several[group]()) == 1  # the good one, and no exception
     for _ in range(2):  # it stays broken, and is not imported again and again
@@ -358,7 +358,7 @@ def test_a_blocked_name_is_not_even_imported(site: Site) -> None:
     registry = site.registry(block=("crashes",))
     assert registry.names(TRANSPORTS) == ["fine"]
     assert [spec.name for spec in registry.transports()] == ["fine"]
-    registry.load_all()
+    load_all(registry)
     assert site.imported() == {"site_package_fine"}
     with pytest.raises(PluginError, match="transport 'crashes' is blocked by configuration"):
         registry.transport("crashes")
@@ -432,7 +432,7 @@ def test_metadata_that_cannot_be_read_spoils_nothing(
 def test_entry_points_of_others_are_not_looked_at(site: Site) -> None:
     site.describe("other", "[console_scripts]\nx = surely_not_installed:main\n")
     registry = site.registry()
-    registry.load_all()
+    load_all(registry)
     assert registry.errors() == {}
 
 
@@ -520,7 +520,7 @@ def test_every_kind_of_plug_in_can_be_blocked_broken_or_not(site: Site) -> None:
     names = ["singleton", "local", "shm", *(f"broken_{group[11:]}" for group in GROUPS)]
     policy = Policy.make(block=names)
     registry = Registry(block=policy.block)
-    registry.load_all()
+    load_all(registry)
     assert registry.errors() == {}
     assert site.imported() == set()
     assert Policy.make({"shm"}, {"shm"}).prefer == ("shm",)
@@ -558,7 +558,7 @@ def test_a_class_whose_module_is_broken_is_a_plugin_error(site: Site, error: str
 def test_an_interrupt_is_the_users_and_nothing_is_broken(site: Site) -> None:
     site.install("package", TRANSPORTS, slow="raise KeyboardInterrupt")
     registry = site.registry()
-    for load in (registry.load_all, lambda: load_class("site_package_slow:Link")):
+    for load in (lambda: load_all(registry), lambda: load_class("site_package_slow:Link")):
         with pytest.raises(KeyboardInterrupt):
             load()
     assert registry.errors() == {}

@@ -80,9 +80,9 @@ if TYPE_CHECKING:
     from torchstore_core.clients.client import Client
     from torchstore_core.clients.packed.packed import TensorReference, TorchStoreStateDict
     from torchstore_core.clients.session.held_ref import HeldRef
-    from torchstore_core.clients.state_dicts.getting import StateDictReport
     from torchstore_core.clients.state_dicts.putting import PendingPut
     from torchstore_core.clients.stores.discovery import RunningStore, stores
+    from torchstore_core.clients.values.differences import StateDictReport
     from torchstore_core.clients.values.sharding import TensorShard
     from torchstore_core.contracts.ranks import SPMDEnv
 
@@ -161,7 +161,7 @@ _HOMES = {
     "PendingPut": "clients.state_dicts.putting",
     "RunningStore": "clients.stores.discovery",
     "SPMDEnv": "contracts.ranks",
-    "StateDictReport": "clients.state_dicts.getting",
+    "StateDictReport": "clients.values.differences",
     "TensorReference": "clients.packed.packed",
     "TensorShard": "clients.values.sharding",
     "TorchStoreStateDict": "clients.packed.packed",

@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torchstore_core.clients.calls.arguments import check_timeout
 from torchstore_core.clients.calls.reference_operations import R
-from torchstore_core.clients.calls.timeouts import check_timeout
 from torchstore_core.clients.client import Client
 from torchstore_core.clients.session.held_ref import HeldRef
 from torchstore_core.clients.stores import environment, lookup, starting, table
@@ -38,40 +38,8 @@ if TYPE_CHECKING:
     import torch
 
     from torchstore_core.clients.packed.packed import TorchStoreStateDict
-    from torchstore_core.clients.state_dicts.getting import StateDictReport
     from torchstore_core.clients.state_dicts.putting import PendingPut
-
-__all__ = [
-    "address",
-    "client",
-    "connect",
-    "connect_or_initialize",
-    "delete",
-    "delete_batch",
-    "exists",
-    "explain",
-    "free",
-    "get",
-    "get_batch",
-    "get_state_dict",
-    "hold",
-    "initialize",
-    "initialize_spmd",
-    "keys",
-    "latest_version",
-    "put",
-    "put_batch",
-    "put_object",
-    "put_state_dict",
-    "refs",
-    "reset_client",
-    "shutdown",
-    "stat",
-    "status",
-    "versions",
-    "wait",
-    "wait_any",
-]
+    from torchstore_core.clients.values.differences import StateDictReport
 
 _STOP_TIMEOUT_S = starting.STOP_TIMEOUT_S
 

@@ -27,112 +27,47 @@ from concurrent import futures
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torchstore_core
-from torchstore_core import api, values
+from torchstore_core import api, errors, values
 from torchstore_core.clients import client as async_client
 from torchstore_core.clients.calls import thread_loops
-from torchstore_core.clients.calls.timeouts import check_timeout
+from torchstore_core.clients.calls.arguments import check_timeout
 from torchstore_core.clients.packed import packed
 from torchstore_core.clients.session import held_ref
-from torchstore_core.clients.state_dicts import getting, putting
+from torchstore_core.clients.state_dicts import putting
 from torchstore_core.clients.stores import discovery
-from torchstore_core.clients.values import sharding
+from torchstore_core.clients.values import differences, sharding
 from torchstore_core.contracts import ranks
-from torchstore_core.errors import (
-    ConfigurationError,
-    DrainError,
-    EvictedError,
-    KeyNotFoundError,
-    LayoutMismatchError,
-    ObjectLostError,
-    OutOfMemoryError,
-    PartialPutError,
-    PluginError,
-    ProtocolError,
-    StoreClosedError,
-    StoreFullError,
-    StoreTimeoutError,
-    TorchStoreError,
-    TransportError,
-    TransportNotReadyError,
-    TransportUnavailableError,
-    UnsafeObjectError,
-    UnsupportedValueError,
-    VersionGoneError,
-    in_seconds,
-)
 
-__all__ = [
-    "Client",
-    "ConfigurationError",
-    "DrainError",
-    "EvictedError",
-    "HeldRef",
-    "KeyNotFoundError",
-    "LayoutMismatchError",
-    "ObjectLostError",
-    "ObjectRef",
-    "OutOfMemoryError",
-    "PartialPutError",
-    "PendingPut",
-    "PluginError",
-    "ProtocolError",
-    "Request",
-    "RunningStore",
-    "SPMDEnv",
-    "StateDictReport",
-    "StoreClosedError",
-    "StoreFullError",
-    "StoreTimeoutError",
-    "TensorReference",
-    "TensorShard",
-    "TensorSlice",
-    "TorchStoreError",
-    "TorchStoreStateDict",
-    "TransportError",
-    "TransportNotReadyError",
-    "TransportUnavailableError",
-    "UnsafeObjectError",
-    "UnsupportedValueError",
-    "VersionGoneError",
-    "address",
-    "client",
-    "connect",
-    "connect_or_initialize",
-    "delete",
-    "delete_batch",
-    "drain",
-    "exists",
-    "explain",
-    "free",
-    "get",
-    "get_batch",
-    "get_state_dict",
-    "hold",
-    "initialize",
-    "initialize_spmd",
-    "keys",
-    "latest_version",
-    "put",
-    "put_batch",
-    "put_object",
-    "put_state_dict",
-    "refs",
-    "reset_client",
-    "shutdown",
-    "stat",
-    "status",
-    "stores",
-    "versions",
-    "wait",
-    "wait_any",
-]
+# The same names as there: a test compares them.
+__all__ = list(torchstore_core.__all__)
+
+ConfigurationError = errors.ConfigurationError
+DrainError = errors.DrainError
+EvictedError = errors.EvictedError
+KeyNotFoundError = errors.KeyNotFoundError
+LayoutMismatchError = errors.LayoutMismatchError
+ObjectLostError = errors.ObjectLostError
+OutOfMemoryError = errors.OutOfMemoryError
+PartialPutError = errors.PartialPutError
+PluginError = errors.PluginError
+ProtocolError = errors.ProtocolError
+StoreClosedError = errors.StoreClosedError
+StoreFullError = errors.StoreFullError
+StoreTimeoutError = errors.StoreTimeoutError
+TorchStoreError = errors.TorchStoreError
+TransportError = errors.TransportError
+TransportNotReadyError = errors.TransportNotReadyError
+TransportUnavailableError = errors.TransportUnavailableError
+UnsafeObjectError = errors.UnsafeObjectError
+UnsupportedValueError = errors.UnsupportedValueError
+VersionGoneError = errors.VersionGoneError
 
 ObjectRef = values.ObjectRef
 HeldRef = held_ref.HeldRef
 Request = values.Request
 TensorSlice = values.TensorSlice
 TensorShard = sharding.TensorShard
-StateDictReport = getting.StateDictReport
+StateDictReport = differences.StateDictReport
 TensorReference = packed.TensorReference
 SPMDEnv = ranks.SPMDEnv
 TorchStoreStateDict = packed.TorchStoreStateDict
@@ -246,7 +181,7 @@ class PendingPut:
         # A put that has ended raises its own error, which may be a time-out, too.
         if not self._ref.done() and not futures.wait([self._ref], limit).done:
             raise StoreTimeoutError(
-                f"the commit of {self.key!r} is not done within {in_seconds(limit)}",
+                f"the commit of {self.key!r} is not done within {errors.in_seconds(limit)}",
                 key=self.key,
                 details={"operation": "result", "timeout": limit},
             )

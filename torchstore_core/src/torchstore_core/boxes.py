@@ -12,9 +12,6 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-__all__ = ["Box", "Piece", "contiguous_runs", "covers", "intersect", "is_contiguous", "missing"]
-__all__ += ["read_plan", "relative", "subtract", "subtract_all", "whole"]
-
 
 class Box(NamedTuple):
     """A rectangular part of a tensor: its offset and its shape, in elements.
@@ -75,26 +72,22 @@ def intersect(a: Box, b: Box) -> Box | None:
     return _intersection(a, b)
 
 
-def subtract(a: Box, b: Box) -> list[Box]:
-    """Return what is in ``a`` but not in ``b``, as :func:`subtract_all` does."""
-    return subtract_all(a, (b,))
+def missing(target: Box, boxes: Iterable[Box]) -> list[Box]:
+    """Return the parts of ``target`` that no box covers: disjoint, non-empty boxes, sorted by
+    offset.
 
-
-def subtract_all(a: Box, bs: Iterable[Box]) -> list[Box]:
-    """Return what is in ``a`` but in no box of ``bs``: disjoint, non-empty boxes, sorted by offset.
-
-    >>> subtract_all(whole((4, 6)), [Box((0, 0), (2, 6)), Box((2, 2), (2, 1))])
+    >>> missing(whole((4, 6)), [Box((0, 0), (2, 6)), Box((2, 2), (2, 1))])
     [Box(offset=(2, 0), shape=(2, 2)), Box(offset=(2, 3), shape=(2, 3))]
     """
-    cuts = _clipped(a, bs)
-    if a.is_empty or a in cuts:
+    cuts = _clipped(target, boxes)
+    if target.is_empty or target in cuts:
         return []
     # Sweep along the dimension with the most cuts. Remainders that the sweep has passed are final,
     # so that each cut is compared only with the few remainders near it: about n log n for a grid,
     # whatever the order of its boxes.
-    axes = sorted(range(a.ndim), key=lambda d: -len({cut.offset[d] for cut in cuts}))
+    axes = sorted(range(target.ndim), key=lambda d: -len({cut.offset[d] for cut in cuts}))
     done: list[Box] = []
-    live = [a]
+    live = [target]
     for cut in sorted(cuts, key=lambda cut: [cut.offset[d] for d in axes]):
         remainders: list[Box] = []
         for remainder in live:
@@ -108,11 +101,6 @@ def subtract_all(a: Box, bs: Iterable[Box]) -> list[Box]:
     return _merge_adjacent(done + live)
 
 
-def missing(target: Box, boxes: Iterable[Box]) -> list[Box]:
-    """Return the parts of ``target`` that no box covers; the same as :func:`subtract_all`."""
-    return subtract_all(target, boxes)
-
-
 def covers(target: Box, boxes: Iterable[Box]) -> bool:
     """Return whether ``boxes`` together contain every element of ``target``; True if it is empty.
 
@@ -123,7 +111,7 @@ def covers(target: Box, boxes: Iterable[Box]) -> bool:
     # Overlaps are counted twice, so a sum that is large enough proves nothing, but one that is too
     # small proves a gap. While the shards of a tensor arrive one by one, that settles every call
     # but the last.
-    return sum(part.numel for part in parts) >= target.numel and not subtract_all(target, parts)
+    return sum(part.numel for part in parts) >= target.numel and not missing(target, parts)
 
 
 def relative(inner: Box, outer: Box) -> Box:
@@ -176,9 +164,9 @@ def read_plan(target: Box, sources: Iterable[Box]) -> list[Piece]:
     """
     parts = _clipped(target, sources)
     # If parts and gaps add up to the whole, no two parts overlap; a regular grid is such a case.
-    disjoint = sum(b.numel for b in (*parts, *subtract_all(target, parts))) == target.numel
+    disjoint = sum(b.numel for b in (*parts, *missing(target, parts))) == target.numel
     earlier = [[] for _ in parts] if disjoint else _earlier_overlaps([*parts])
-    remainders = [subtract_all(part, others) for part, others in zip(parts, earlier, strict=True)]
+    remainders = [missing(part, others) for part, others in zip(parts, earlier, strict=True)]
     return [Piece(i, box) for i, own in zip(parts.values(), remainders, strict=True) for box in own]
 
 

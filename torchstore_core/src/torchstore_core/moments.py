@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["monotonic", "then", "wall"]
-
 #: Seconds since the epoch.
 wall: Callable[[], float] = time.time
 #: Seconds since this host was started.

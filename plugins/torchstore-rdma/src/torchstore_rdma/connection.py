@@ -21,11 +21,11 @@ from torchstore_core.errors import (
     TransportNotReadyError,
     TransportUnavailableError,
 )
-from torchstore_core.machine.sockets.listeners import refuse_all
 from torchstore_rdma import fabric
 from torchstore_rdma.engine import Engine, Job
 from torchstore_rdma.library.agent import EVERYTHING, Agent
 from torchstore_rdma.protocol import Goodbye, Hello, Met, Request, Wake, Welcome
+from torchstore_transports.listeners import refuse_all
 
 __all__ = ["Connection"]
 

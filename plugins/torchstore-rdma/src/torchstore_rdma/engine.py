@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from torchstore_core.contracts.transport import Copy, Memory
 from torchstore_core.errors import TorchStoreError, TransportError
-from torchstore_core.machine.registrations import Held, Registrations
 from torchstore_rdma import layout
 from torchstore_rdma.library.agent import Agent, Transfer
 from torchstore_rdma.pacing import Pace
 from torchstore_rdma.protocol import Exposed
+from torchstore_transports.registered.registrations import Held, Registrations
 
 __all__ = ["Engine", "Job", "NotExposedError"]
 

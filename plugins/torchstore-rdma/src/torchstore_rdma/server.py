@@ -21,12 +21,12 @@ import msgspec
 from torchstore_core.contracts.transport import Segment, ServerContext, TransportServer
 from torchstore_core.errors import TransportError, TransportNotReadyError
 from torchstore_core.machine.networks import Network
-from torchstore_core.machine.sockets.listeners import refuse_all
 from torchstore_core.machine.virtual_memory import map_shared, unmap
 from torchstore_rdma import fabric
 from torchstore_rdma.library.agent import Agent
 from torchstore_rdma.pacing import Pace
 from torchstore_rdma.protocol import Exposed, Goodbye, Hello, Met, Request, Wake, Welcome
+from torchstore_transports.listeners import refuse_all
 
 __all__ = ["RdmaServer"]
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchstore_core.clients.calls.arguments import check_key, check_version
+from torchstore_core.clients.calls.arguments import check_key, check_min_version, check_version
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.calls.incarnations import check_after, refs_of
-from torchstore_core.clients.calls.key_operations import check_min_version
-from torchstore_core.clients.calls.volumes.volume_operations import VolumeOperations
+from torchstore_core.clients.calls.volume_operations import VolumeOperations
 from torchstore_core.clients.packed import packed
 from torchstore_core.clients.packed.packed import TorchStoreStateDict
 from torchstore_core.clients.session.channel import Channel
 from torchstore_core.clients.session.held_ref import HeldRef, caller
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.state_dicts import getting
-from torchstore_core.clients.state_dicts.getting import StateDictReport
 from torchstore_core.clients.state_dicts.putting import PendingPut, plan_put
 from torchstore_core.clients.transfer.columns.gets import Named, names_and_tensors
 from torchstore_core.clients.transfer.columns.sources import (
@@ -33,19 +31,17 @@ from torchstore_core.clients.transfer.gets import (
     get_named,
     requests_of,
 )
-from torchstore_core.clients.transfer.puts import Putting, put_object, put_sources
+from torchstore_core.clients.transfer.puts import PutOptions, Putting, put_sources
 from torchstore_core.clients.transfer.sources import Source, look_again, prepare, prepare_all
+from torchstore_core.clients.values.differences import StateDictReport
 from torchstore_core.clients.values.sharding import TensorShard
 from torchstore_core.contracts.when_full import when_full_code
 from torchstore_core.errors import ConfigurationError, UnsupportedValueError, VersionGoneError
 from torchstore_core.values import ObjectRef, Request, StateDictMeta, TensorSlice
-from torchstore_core.wire import messages as m
 from torchstore_core.wire.columns import FEWEST
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["Client"]
 
 
 class Client(VolumeOperations):
@@ -123,9 +119,9 @@ class Client(VolumeOperations):
             if tensor_slice_spec is not None:
                 value = TensorShard(value, tensor_slice_spec)
             if isinstance(value, TorchStoreStateDict):
-                return await self._put_packed(
-                    key, value, version, clock, allow_pickle, rewind, when_full
-                )
+                how = version, rewind, when_full, allow_pickle
+                session, channel, sources, options = await self._plan(key, value, clock, *how)
+                return await _publish(session, channel, key, sources, clock, options)
             return (
                 await self._put((key,), (value,), version, clock, allow_pickle, rewind, when_full)
             )[0]
@@ -188,9 +184,10 @@ class Client(VolumeOperations):
                 look_again(sources)
             session, channel = here
             with HeldRef.beginning(session.holder) as ref:
-                held_as = ref.ident, caller()
-                number = await put_object(session, channel, sources[0], clock, held_as, code)
-                return ref.refers(ObjectRef("", number, session.welcome.incarnation))
+                how = PutOptions(when_full=code, held_as=(ref.ident, caller()))
+                nbytes = sources[0].nbytes
+                reply = await put_sources(session, channel, sources, nbytes, clock, how)
+                return ref.refers(ObjectRef("", reply.versions[0], session.welcome.incarnation))
 
     async def put_batch(
         self,
@@ -255,16 +252,8 @@ class Client(VolumeOperations):
                     sources = sources.sources()
                 look_again(sources)
             session, channel = here
-            reply = await put_sources(
-                session,
-                channel,
-                sources,
-                nbytes,
-                clock,
-                version=exact,
-                rewind=rewind,
-                when_full=code,
-            )
+            how = PutOptions(exact, None, rewind, code)
+            reply = await put_sources(session, channel, sources, nbytes, clock, how)
             names = keys if counts is None else keys_of(sources)
             refs = refs_of(names, reply, session.welcome.incarnation)
         if counts is not None:
@@ -278,25 +267,6 @@ class Client(VolumeOperations):
         if self._joined.renewed is not None:
             clock.put([ref.key for ref in refs], clock.version)
         return refs
-
-    async def _put_packed(
-        self,
-        key: str,
-        value: TorchStoreStateDict,
-        version: int | None,
-        clock: Clock,
-        allow_pickle: bool | None,
-        rewind: bool,
-        when_full: str | None,
-    ) -> ObjectRef:
-        pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
-        clock.version = exact = check_version(version, rewind=rewind)
-        code = when_full_code(when_full)
-        session, channel = self._here(clock) or await self._join(clock)
-        planned = plan_put(
-            value, check_key(key), anonymous=session.anonymous, allow_pickle=pickle_too
-        )
-        return await _publish(session, channel, key, planned, clock, exact, rewind, code)
 
     # ---- get ------------------------------------------------------------------------------
 
@@ -491,31 +461,26 @@ class Client(VolumeOperations):
             ConfigurationError: ``rewind`` without ``version``, or an argument is invalid.
             VersionGoneError, UnsupportedValueError, StoreFullError, ...: as for ``put``.
         """
-        pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
         with self._watch("put_state_dict", timeout, key) as clock:
-            clock.version = exact = check_version(version, rewind=rewind)
-            code = when_full_code(when_full)
-            session, channel = self._here(clock) or await self._join(clock)
-            planned = plan_put(
+            how = version, rewind, when_full, allow_pickle
+            session, channel, sources, options = await self._plan(
+                key,
                 state_dict,
-                check_key(key),
+                clock,
+                *how,
                 participants=participants,
                 participant=participant,
                 transfer_dtype=transfer_dtype,
                 partial=partial,
                 keep=keep,
-                anonymous=session.anonymous,
-                allow_pickle=pickle_too,
             )
-            sources, group = planned
             clock.entries = len(sources)
             if blocking:
-                return await _publish(session, channel, key, planned, clock, exact, rewind, code)
-            nbytes = total(sources)
-            if group is None or nbytes <= session.inline_max():
-                ref = await _publish(session, channel, key, planned, clock, exact, rewind, code)
+                return await _publish(session, channel, key, sources, clock, options)
+            if options.group is None or total(sources) <= session.inline_max():
+                ref = await _publish(session, channel, key, sources, clock, options)
                 return PendingPut.finished(ref)
-            putting = Putting(session, channel, sources, clock, exact, group, rewind, code)
+            putting = Putting(session, channel, sources, clock, options)
             try:
                 await putting.begin()
                 await putting.write()
@@ -523,6 +488,31 @@ class Client(VolumeOperations):
                 putting.__exit__()
                 raise
             return PendingPut(key, putting)
+
+    async def _plan(
+        self,
+        key: str,
+        state_dict: Mapping[str, Any] | TorchStoreStateDict,
+        clock: Clock,
+        version: int | None,
+        rewind: bool,
+        when_full: str | None,
+        allow_pickle: bool | None,
+        **how: Any,
+    ) -> tuple[Session, Channel, Sequence[Source] | TensorColumns, PutOptions]:
+        """Check the arguments, connect, and plan the put of a state dict; see ``plan_put``."""
+        clock.version = exact = check_version(version, rewind=rewind)
+        code = when_full_code(when_full)
+        session, channel = self._here(clock) or await self._join(clock)
+        pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
+        sources, group = plan_put(
+            state_dict,
+            check_key(key),
+            anonymous=session.anonymous,
+            allow_pickle=pickle_too,
+            **how,
+        )
+        return session, channel, sources, PutOptions(exact, group, rewind, code)
 
     async def get_state_dict(
         self,
@@ -588,28 +578,14 @@ async def _publish(
     session: Session,
     channel: Channel,
     key: str,
-    planned: tuple[Sequence[Source] | TensorColumns, m.Publication | None],
+    sources: Sequence[Source] | TensorColumns,
     clock: Clock,
-    version: int,
-    rewind: bool,
-    when_full: int,
+    how: PutOptions,
 ) -> ObjectRef:
-    """Put what was planned, and commit it. Returns version 0 if there is nothing to put."""
-    sources, group = planned
-    if group is None:
+    """Put a state dict, and commit it. Returns version 0 if there is nothing to put."""
+    if how.group is None:
         return ObjectRef(key, 0)
-    nbytes = total(sources)
-    reply = await put_sources(
-        session,
-        channel,
-        sources,
-        nbytes,
-        clock,
-        version=version,
-        group=group,
-        rewind=rewind,
-        when_full=when_full,
-    )
+    reply = await put_sources(session, channel, sources, total(sources), clock, how)
     (ref,) = refs_of([key], reply, session.welcome.incarnation)
     clock.put((key,), ref.version)
     return ref

@@ -375,8 +375,8 @@ class Memory(NamedTuple):
     """Host memory that copies may lie in: ``nbytes`` bytes at ``address``, the storage of a tensor.
 
     ``owner`` can be weakly referenced, and dies with the memory. While it lives, it may also give
-    the memory back and get other memory, even at the same address, which
-    ``torchstore_core.machine.registrations`` notices.
+    the memory back and get other memory, even at the same address, which the library
+    ``torchstore_transports.registered`` notices.
     """
 
     address: int

@@ -18,8 +18,6 @@ try:
 except (ImportError, AttributeError):  # built without a compiler, or from older source than this
     _guard = None
 
-__all__ = ["Guard", "can_guard"]
-
 
 def can_guard() -> bool:
     """Return whether mappings can be guarded: only the compiled module can."""

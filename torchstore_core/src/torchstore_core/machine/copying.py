@@ -43,25 +43,6 @@ _copy_columns: Callable[[list[int], list[int], list[int], int, bool, bool], None
 _copy_rows: Callable[[array[int], bool], None] | None = _native_rows
 _hash_runs: Callable[[list[Run]], bytes | None] | None = _native_hash_runs
 
-__all__ = [
-    "CHUNK",
-    "HASH_MIN",
-    "CopyJob",
-    "chunk_size",
-    "copy_columns",
-    "copy_grids",
-    "copy_pieces",
-    "copy_runs",
-    "copy_threads",
-    "cut",
-    "cut_grids",
-    "grids",
-    "has_native",
-    "hash_runs",
-    "plan",
-    "run",
-]
-
 #: Bytes of strided copies that one thread takes at a time.
 CHUNK = 4 << 20
 #: Up to this many bytes are copied by the calling thread: waking another one costs about as much.

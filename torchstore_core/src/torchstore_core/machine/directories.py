@@ -14,9 +14,6 @@ from pathlib import Path
 
 from torchstore_core.errors import ConfigurationError
 
-__all__ = ["CONTROL", "MEMORY_FILE_SYSTEMS", "PrivateDirectory", "file_system", "find_files"]
-__all__ += ["remove_stale", "runtime_directory"]
-
 #: Types of file systems that keep their files in memory.
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
 

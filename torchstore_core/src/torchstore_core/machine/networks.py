@@ -19,9 +19,6 @@ import msgspec
 
 from torchstore_core.errors import ConfigurationError
 
-__all__ = ["BIND", "LOOPBACK", "Network", "bound", "common", "foreign", "local_address_to"]
-__all__ += ["namespace_id", "networks", "own", "reachable"]
-
 #: Environment variable with addresses of this host, or names of its interfaces, comma-separated:
 #: transports over networks listen on these only.
 BIND = "TORCHSTORE_BIND"

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["Numa", "probe_numa"]
-
 
 class Numa(msgspec.Struct, frozen=True):
     """What is where on a host.

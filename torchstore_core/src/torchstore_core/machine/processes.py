@@ -9,11 +9,11 @@ import os
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["Process", "ProcessWatch", "is_exiting", "pid_namespace", "started"]
-
 log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 0.5
+# Indexes of fields, see :func:`stat_fields`.
+_FLAGS, _START_TIME = 6, 19
 # PF_EXITING of the kernel's include/linux/sched.h.
 _EXITING = 0x4
 
@@ -38,28 +38,31 @@ def pid_namespace() -> int:
         return 0
 
 
+def stat_fields(pid: int) -> list[str]:
+    """The fields of ``/proc/<pid>/stat`` that follow the command's name, which is in parentheses
+    and may contain anything; none if there is no such process.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
+            return stat.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
 def started(pid: int) -> int:
     """When a process was started, in ticks since the system was; it tells processes of one pid
     apart. 0: there is no such process, or it cannot be known.
     """
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            # What follows the name, which is in parentheses and may contain anything.
-            return int(stat.read().rpartition(b")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return 0
+    fields = stat_fields(pid)
+    return int(fields[_START_TIME]) if len(fields) > _START_TIME else 0
 
 
 def is_exiting(pid: int) -> bool:
     """Return whether a process has ended, or is ending: the kernel marks it before it closes its
     descriptors, so whoever sees one of its connections close sees this, too.
     """
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return True
-    return bool(int(fields[6]) & _EXITING)
+    fields = stat_fields(pid)
+    return not fields or bool(int(fields[_FLAGS]) & _EXITING)
 
 
 class ProcessWatch:

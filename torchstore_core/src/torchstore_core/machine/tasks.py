@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
-__all__ = ["is_cancelled", "together", "wait_ended"]
-
 T = TypeVar("T")
 
 

@@ -11,22 +11,8 @@ from pathlib import Path
 import msgspec
 
 from torchstore_core.machine.networks import Network, namespace_id, reachable
+from torchstore_core.machine.processes import started, stat_fields
 
-__all__ = [
-    "HOST_ID",
-    "Topology",
-    "capacity_warning",
-    "cgroup_limits",
-    "left_below",
-    "memory_left_bytes",
-    "memory_limit_bytes",
-    "probe",
-]
-__all__ += ["start_time"]
-
-
-# Index of the start time in /proc/<pid>/stat, counted from the field after the command's name.
-_START_TIME_FIELD = 19
 _INFINIBAND = "/sys/class/infiniband"
 _NETWORKS_MAX = 16
 
@@ -85,11 +71,8 @@ def start_time(pid: int) -> int | None:
 
     Because pids are reused, only pid and start time together identify a process.
     """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[_START_TIME_FIELD])
+    fields = stat_fields(pid)
+    return None if not fields or fields[0] in "ZX" else started(pid)
 
 
 def memory_limit_bytes() -> int:

@@ -14,21 +14,6 @@ import os
 import weakref
 from collections.abc import Callable
 
-__all__ = [
-    "MADV_POPULATE_WRITE",
-    "before_unmap",
-    "forget_pages",
-    "is_locked",
-    "lock",
-    "map_private",
-    "map_shared",
-    "populate_read",
-    "populate_write",
-    "punch_hole",
-    "unlock",
-    "unmap",
-]
-
 _MADV_DONTNEED = 4
 _MADV_POPULATE_READ = 22  # Linux 5.14
 #: For ``mmap.mmap.madvise``: fill the page tables of a range for writing. As old as the one above.
@@ -50,11 +35,6 @@ _munmap = _libc.munmap
 _munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _madvise = _libc.madvise
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_mlock, _munlock = _libc.mlock, _libc.munlock
-_mlock.argtypes = _munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_msync = _libc.msync
-_msync.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_MS_INVALIDATE = 2
 _fallocate = _libc.fallocate
 _fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 _PUNCH_HOLE_KEEP_SIZE = 3
@@ -115,26 +95,6 @@ def forget_pages(address: int, nbytes: int) -> None:
     in it, and the page tables are filled again where it is used.
     """
     _advise(address, nbytes, _MADV_DONTNEED)
-
-
-def lock(address: int, nbytes: int) -> bool:
-    """Lock a page-aligned range, so that its pages stay while it is mapped. Returns False if the
-    kernel refuses (the limit of locked memory).
-    """
-    return int(_mlock(address, nbytes)) == 0
-
-
-def unlock(address: int, nbytes: int) -> None:
-    """Undo :func:`lock`. What is not mapped any more is left alone."""
-    _munlock(address, nbytes)
-
-
-def is_locked(address: int) -> bool:
-    """Whether the page at a page-aligned address is locked. A lock ends with the mapping, so a page
-    that was locked and is not any more may be another one.
-    """
-    failed = _msync(address, mmap.PAGESIZE, _MS_INVALIDATE)
-    return bool(failed) and ctypes.get_errno() == errno.EBUSY
 
 
 def punch_hole(fd: int, offset: int, nbytes: int) -> bool:

@@ -20,8 +20,6 @@ import msgspec
 from torchstore_core.contracts.transport import Bid
 from torchstore_core.machine.topology import Topology
 
-__all__ = ["Calibration", "Link", "calibration_file", "corrected", "link_of", "save"]
-
 log = logging.getLogger(__name__)
 
 _VARIABLE = "TORCHSTORE_CALIBRATION"

@@ -19,8 +19,6 @@ from torchstore_core.machine.sockets.unix import check_descriptors
 if TYPE_CHECKING:
     from importlib import metadata
 
-__all__ = ["GROUPS", "OBSERVERS", "RUNTIMES", "InstalledPlugin", "Inventory", "installed"]
-
 log = logging.getLogger(__name__)
 
 #: Entry-point group of the observers, which are told of operations.

@@ -12,9 +12,6 @@ from torchstore_core.errors import ConfigurationError, TransportUnavailableError
 from torchstore_core.plugins import calibration
 from torchstore_core.plugins.registry import Registry
 
-__all__ = ["Candidate", "Policy", "Ranking", "rank"]
-
-
 _CHOICE = "TORCHSTORE_TRANSPORT"
 
 

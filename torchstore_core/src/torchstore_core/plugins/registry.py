@@ -30,8 +30,6 @@ from torchstore_core.plugins.installed import (
 if TYPE_CHECKING:
     from importlib import metadata
 
-__all__ = ["Registry", "load_class"]
-
 _PACKAGE_PART = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*\Z")
 
 _PACKAGES = {
@@ -256,14 +254,17 @@ class Registry:
         Raises:
             PluginError: two distributions claim one name.
         """
-        specs: list[TransportSpec] = []
-        for name in self.names("torchstore.transports"):
+        return self._loaded("torchstore.transports")
+
+    def _loaded(self, group: str) -> list[Any]:
+        found: list[Any] = []
+        for name in self.names(group):
             try:
-                specs.append(self.load("torchstore.transports", name))
+                found.append(self.load(group, name))
             except PluginError:
-                if len(self._entries["torchstore.transports"][name]) > 1:
+                if len(self._entries[group][name]) > 1:
                     raise
-        return specs
+        return found
 
     def transport(self, name: str) -> TransportSpec:
         """Return the transport of that name. Raises PluginError."""
@@ -277,14 +278,7 @@ class Registry:
 
     def runtimes(self) -> list[RuntimeSpec]:
         """Return all usable runtimes. Broken ones are left out; a name claimed twice raises."""
-        specs: list[RuntimeSpec] = []
-        for name in self.names(RUNTIMES):
-            try:
-                specs.append(self.load(RUNTIMES, name))
-            except PluginError:
-                if len(self._entries[RUNTIMES][name]) > 1:
-                    raise
-        return specs
+        return self._loaded(RUNTIMES)
 
     def runtime(self, name: str) -> RuntimeSpec:
         """Return the runtime of that name. Raises PluginError."""
@@ -314,15 +308,6 @@ class Registry:
             name: self._manager.subset_hook_caller("torchstore_operation", everybody - {plugin})
             for name, plugin in plugins.items()
         }
-
-    def load_all(self) -> None:
-        """Load every plug-in of every group, so that :meth:`errors` is complete."""
-        for group in GROUPS:
-            for name in self.names(group):
-                try:
-                    self.load(group, name)
-                except PluginError:
-                    continue
 
 
 def _checked(hook: str, name: str, result: Any, origin: str) -> Any:

@@ -13,8 +13,6 @@ from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.errors import ConfigurationError, PluginError
 from torchstore_core.plugins.registry import Registry
 
-__all__ = ["check_transport", "decode_strategy", "encode_strategy"]
-
 _TRANSPORTS = "torchstore.transports"
 
 

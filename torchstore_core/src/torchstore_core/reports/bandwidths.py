@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from torchstore_core.errors import ConfigurationError
 from torchstore_core.reports.units import parse_bytes
 
-__all__ = ["DEFAULT_BANDWIDTH", "VARIABLE", "repair_bandwidth"]
-
 #: The environment variable that sets it where no argument does.
 VARIABLE = "TORCHSTORE_REPAIR_BANDWIDTH"
 #: Most bytes to copy per second, if nothing else is said.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["HolderReport", "RefReport"]
-
 
 class HolderReport(msgspec.Struct, frozen=True):
     """One hold of a version: a ``HeldRef`` of a process, or one that is on its way.

@@ -10,8 +10,6 @@ import msgspec
 from torchstore_core.reports.summaries import count_text
 from torchstore_core.reports.units import human_bytes
 
-__all__ = ["DrainReport", "RepairStatus"]
-
 
 class RepairStatus(msgspec.Struct, frozen=True):
     """Values that have fewer copies than they should, and what is done about that.

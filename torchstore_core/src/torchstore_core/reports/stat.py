@@ -21,8 +21,6 @@ from torchstore_core.reports.summaries import (
 from torchstore_core.reports.units import human_bytes, human_duration
 from torchstore_core.values import StateDictMeta, TensorMeta, TensorSlice, ValueMeta
 
-__all__ = ["Described", "Found", "Listed", "Pending"]
-
 
 class Pending(msgspec.Struct, frozen=True):
     """An unfinished version.

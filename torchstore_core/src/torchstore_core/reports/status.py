@@ -12,8 +12,6 @@ from torchstore_core.reports.stat import Pending
 from torchstore_core.reports.summaries import MOST_SHOWN, count_text, pending_text, pretty
 from torchstore_core.reports.units import human_bytes, human_duration
 
-__all__ = ["SessionStatus", "SpillStatus", "StatusReport", "VolumeStatus"]
-
 
 class VolumeStatus(msgspec.Struct, frozen=True):
     """The status of one volume and its memory.

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torchstore_core.reports.stat import Pending
 
-__all__ = ["MOST_SHOWN", "count_text", "kind_text", "pending_text", "pretty", "shape_text"]
-
 #: At most this many items of a kind are shown, followed by the number of the others.
 MOST_SHOWN = 5
 

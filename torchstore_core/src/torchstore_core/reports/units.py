@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["human_bytes", "human_duration", "human_latency", "parse_bytes"]
-
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)(b?)", re.IGNORECASE)
 

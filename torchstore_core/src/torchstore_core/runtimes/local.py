@@ -12,8 +12,6 @@ from torchstore_core.plugins.ranking import Policy
 from torchstore_core.plugins.strategy_data import encode_strategy
 from torchstore_core.runtimes.server_process import ServerProcess
 
-__all__ = ["LocalRuntime"]
-
 
 class LocalRuntime(ServerProcess, Runtime):
     """A server of this host.

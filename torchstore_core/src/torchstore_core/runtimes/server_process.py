@@ -24,7 +24,6 @@ from torchstore_core.errors import (
 )
 from torchstore_core.machine.processes import is_exiting
 
-__all__ = ["ServerProcess"]
 
 log = logging.getLogger(__name__)
 

@@ -66,8 +66,6 @@ from torchstore_core.wire import messages as m
 if TYPE_CHECKING:
     from torchstore_core.server.spilling.moves import Mover
 
-__all__ = ["Controller"]
-
 
 class Controller:
     """The state of one store.

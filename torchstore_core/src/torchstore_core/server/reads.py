@@ -23,8 +23,6 @@ from torchstore_core.server.memory.lost_volumes import LostVolumes
 from torchstore_core.server.spilling.spilling import Spilling
 from torchstore_core.wire import messages as m
 
-__all__ = ["Reads"]
-
 
 class Reads:
     """Finds what is to be read, and leases it.

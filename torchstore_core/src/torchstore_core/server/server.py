@@ -54,8 +54,6 @@ if TYPE_CHECKING:
     from torchstore_core.server.keeping.returning import Returning
     from torchstore_core.server.spilling.spill_file import SpillFile
 
-__all__ = ["Ready", "Server", "ServerOptions"]
-
 log = logging.getLogger(__name__)
 
 _SHUTDOWN_GRACE_S = 0.5

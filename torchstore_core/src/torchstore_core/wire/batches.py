@@ -6,8 +6,6 @@ from collections.abc import Collection, Iterator, Sequence
 
 from torchstore_core.wire import messages as m
 
-__all__ = ["MOST_NUMBERS", "Held", "aborts", "releases", "resumes", "runs"]
-
 #: The most numbers in one message. Each takes at most 10 bytes, so that even twice as many fit into
 #: ``messages.MAX_LIVENESS_FRAME``.
 MOST_NUMBERS = 1 << 11

@@ -17,18 +17,6 @@ import msgspec
 from torchstore_core.errors import ProtocolError
 from torchstore_core.values import TensorMeta
 
-__all__ = [
-    "ALIGNMENT",
-    "FEWEST",
-    "LARGE",
-    "MOST",
-    "EntryColumns",
-    "ItemColumns",
-    "Kind",
-    "in_a_row",
-]
-__all__ += ["kinds_of", "pack", "rounded_sum", "running_totals", "spread", "unpack"]
-
 #: Every value in a segment starts at a multiple of this: one cache line, enough for any dtype.
 ALIGNMENT = 64
 #: Fewer entries than this are sent one by one.

@@ -14,9 +14,6 @@ import msgspec
 from torchstore_core.reports.repairs import DrainReport
 from torchstore_core.wire.facts import Message
 
-__all__ = ["CopierEnded", "Copies", "Drain", "DrainReply", "Piece", "Place", "StartCopier"]
-__all__ += ["TakeCopies"]
-
 #: A volume (index), and an offset in bytes in its segment.
 Place = tuple[int, int]
 

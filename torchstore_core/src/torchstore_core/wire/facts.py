@@ -9,8 +9,6 @@ import msgspec
 
 from torchstore_core.machine.topology import Topology
 
-__all__ = ["Message", "VolumeInfo"]
-
 
 class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Base class of all messages."""

@@ -11,9 +11,6 @@ from __future__ import annotations
 from torchstore_core.reports.refs import RefReport
 from torchstore_core.wire.facts import Message
 
-__all__ = ["Adopt", "Claim", "Contain", "Free", "Hold", "Lend", "LendAll", "Refs", "RefsReply"]
-__all__ += ["Unhold", "WaitAny"]
-
 
 class Hold(Message, frozen=True, tag="hold"):
     """Hold a version of a key (0: the newest) as ``hold``. Reply ``CommittedIn`` with the version

@@ -10,8 +10,6 @@ from torchstore_core.machine.processes import Process
 from torchstore_core.machine.topology import Topology
 from torchstore_core.wire.facts import Message
 
-__all__ = ["ClientDied", "RelayLost", "Via"]
-
 
 class Via(Message, frozen=True, tag="via"):
     """The first message on a line: how the client reaches the server. No reply.

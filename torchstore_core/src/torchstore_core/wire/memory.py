@@ -9,9 +9,6 @@ from typing import Any
 
 from torchstore_core.wire.facts import Message, VolumeInfo
 
-__all__ = ["Attach", "Attached", "Lost", "PeerGone", "PeerHandshake", "PeerReply", "Prefault"]
-__all__ += ["ProcessDied", "Trim", "Warm", "Warmed", "WatchProcess"]
-
 
 class Attach(Message, frozen=True, tag="attach"):
     """The first message of a volume in another process, also to a server that has come back. Reply

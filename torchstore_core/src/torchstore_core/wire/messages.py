@@ -485,49 +485,23 @@ Request = (
     Hello
     | Resume
     | Again
-    | Put
-    | Rewind
-    | PutObject
-    | Hold
+    | Repeatable
     | Unhold
     | Contain
     | Lend
     | LendAll
     | Adopt
     | Claim
-    | Free
-    | WaitAny
-    | Refs
-    | Commit
     | Abort
-    | Locate
-    | LocateRefs
-    | LocateKeys
-    | Fetch
-    | FetchRef
-    | FetchKeys
     | Release
     | Keep
-    | Delete
-    | Exists
-    | Keys
-    | Wait
-    | WaitAfter
     | Cancel
-    | Unmet
-    | Versions
-    | Stat
-    | List
-    | Status
     | Attach
     | Warm
     | ProcessDied
     | PeerReply
     | CopierEnded
-    | Handshake
-    | Settle
     | TakeCopies
-    | Drain
     | Shutdown
     | Via
     | ClientDied

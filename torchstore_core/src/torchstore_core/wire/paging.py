@@ -16,8 +16,6 @@ from torchstore_core.errors import ProtocolError
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import encode
 
-__all__ = ["MAX_PAGE", "first_frame", "frames", "joined"]
-
 #: A reply of up to this many bytes is one frame. 18,000 entries of a state dict take about 2 MB.
 MAX_PAGE = 8 << 20
 # The pages of a longer reply have about this many bytes; the server encodes one in a millisecond.

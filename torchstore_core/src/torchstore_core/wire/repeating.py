@@ -7,8 +7,6 @@ from operator import attrgetter
 
 from torchstore_core.wire import messages as m
 
-__all__ = ["number_of"]
-
 # Where each class of them has it. (A ``match`` with classes of messages takes much longer.)
 _NUMBERS: dict[type[m.Message], Callable[[m.Message], int]] = dict.fromkeys(
     (m.Put, m.Rewind, m.PutObject, m.Commit, m.Delete, m.Free), attrgetter("txn")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchstore_core.machine.sockets.listeners import listeners, refuse_all
+from torchstore_transports.listeners import listeners, refuse_all
 from torchstore_transports.pairs.connection import PairConnection
 from torchstore_transports.pairs.pair import PairFactory
 from torchstore_transports.pairs.rendezvous import PairStore

@@ -10,6 +10,7 @@ import msgspec
 
 from torchstore_cli import reports
 from torchstore_cli.connection import StoreConnection, open_store
+from torchstore_cli.doctor.differences import differences
 from torchstore_core.clients.session.handshake import ask_volume
 from torchstore_core.clients.session.volume_links import VolumeLinks
 from torchstore_core.errors import ConfigurationError, TransportError
@@ -17,7 +18,7 @@ from torchstore_core.machine import topology
 from torchstore_core.machine.numa import Numa
 from torchstore_core.plugins.ranking import Policy, Ranking
 from torchstore_core.plugins.registry import Registry
-from torchstore_core.plugins.surroundings import Surroundings, differences, surroundings
+from torchstore_core.plugins.surroundings import Surroundings, surroundings
 from torchstore_core.wire import messages as m
 
 __all__ = ["LARGE", "examine_peer", "host_report", "link_report", "link_to"]

@@ -22,10 +22,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchstore_core.errors import TransportError, TransportUnavailableError
-from torchstore_core.machine.sockets.listeners import listeners
 from torchstore_rdma.library import ucx
 from torchstore_rdma.library.lists import Lists, Prepared
 from torchstore_rdma.plugin import LIBRARY
+from torchstore_transports.listeners import listeners
 
 if TYPE_CHECKING:
     import numpy as np

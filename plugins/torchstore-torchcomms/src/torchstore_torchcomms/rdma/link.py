@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from torchstore_core.contracts.transport import Copy, Link, LinkContext, Memory
 from torchstore_core.errors import TransportError, TransportUnavailableError
-from torchstore_core.machine.registrations import Held, Registrations
 from torchstore_core.machine.tasks import wait_ended
 from torchstore_torchcomms.rdma.library import Registered, Transport, check_supported
 from torchstore_torchcomms.rdma.protocol import (
@@ -24,6 +23,7 @@ from torchstore_torchcomms.rdma.protocol import (
 )
 from torchstore_transports.pairs.batches import parts
 from torchstore_transports.pairs.threads import Turns
+from torchstore_transports.registered.registrations import Held, Registrations
 
 __all__ = ["RdmaLink"]
 

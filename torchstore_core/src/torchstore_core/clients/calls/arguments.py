@@ -1,14 +1,15 @@
-"""Checks of the keys and versions that callers pass. Torch-free."""
+"""Checks of what callers pass: keys, versions, sizes and times. Torch-free."""
 
 from __future__ import annotations
 
 import re
+from numbers import Real
+from typing import Any
 
-from torchstore_core.errors import ConfigurationError, UnsupportedValueError
+from torchstore_core.errors import ConfigurationError, UnsupportedValueError, VersionGoneError
 from torchstore_core.wire import messages as m
 
-__all__ = ["check_key", "check_version"]
-
+_LONGEST_S = 1e9  # 31 years; with longer time-outs clocks and locks overflow
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
@@ -43,3 +44,54 @@ def check_version(version: int | None, *, rewind: object = False) -> int:
     if type(version) is not int or not 0 < version < 1 << 62:
         raise ConfigurationError(f"a version is an int above 0 and below 2**62, not {version!r}")
     return version
+
+
+def check_exact(key: str, version: int) -> int:
+    """Check an explicit version: to the server, 0 would mean the newest one."""
+    if not isinstance(version, int):
+        raise UnsupportedValueError(f"a version is an int, not a {type(version).__qualname__}")
+    if not 0 < version < 1 << 63:
+        raise VersionGoneError(f"there never was a version {version} of {key!r}", key=key)
+    return version
+
+
+def check_size(nbytes: object) -> None:
+    """Raise UnsupportedValueError unless ``nbytes`` is a number of bytes."""
+    if not isinstance(nbytes, int) or nbytes < 0:
+        raise UnsupportedValueError(
+            f"explain takes a number of bytes, an int of 0 or more, not {nbytes!r}"
+        )
+
+
+def check_min_version(version: object) -> None:
+    """Raise UnsupportedValueError unless ``version`` is one that can be waited for, or None."""
+    if version is None or (isinstance(version, int) and -(1 << 63) <= version < 1 << 63):
+        return
+    raise UnsupportedValueError(f"min_version is an int or None, not {version!r}")
+
+
+def check_timeout(timeout: object, *, above_zero: bool = False) -> float | None:
+    """Return the seconds as a float; None, also for infinity, means no limit. The longest time-out
+    is 31 years.
+
+    Raises:
+        ConfigurationError: it is not a number, is NaN or negative, or is 0 with ``above_zero``.
+    """
+    if timeout is None:
+        return None
+    # Numbers of numpy and fractions are accepted, but not a str, which float() would accept.
+    if not isinstance(timeout, bool) and isinstance(timeout, Real):
+        number: Any = timeout
+        if number == float("inf"):
+            return None
+        if number > 0 or (number == 0 and not above_zero):
+            return float(number) if number < _LONGEST_S else _LONGEST_S
+    least = "above 0" if above_zero else "at least 0"
+    raise ConfigurationError(f"timeout is seconds, {least}, or None, not {_shown(timeout)}")
+
+
+def _shown(given: object) -> str:
+    """Return the argument as text for the error; an int of thousands of digits has no str()."""
+    if isinstance(given, int) and abs(given) > _LONGEST_S:
+        return "so large a negative number"
+    return repr(given)[:100]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torchstore_core.clients.calls.arguments import check_timeout
 from torchstore_core.clients.calls.clock import Clock
-from torchstore_core.clients.calls.timeouts import check_timeout
 from torchstore_core.clients.session.channel import Channel
 from torchstore_core.clients.session.session import Session
 from torchstore_core.errors import StoreClosedError
@@ -13,8 +13,6 @@ from torchstore_core.wire import messages as m
 
 if TYPE_CHECKING:
     from torchstore_core.clients.stores.joined import JoinedStore
-
-__all__ = ["QUICK", "ClientBase", "wait_released"]
 
 #: Requests to which the server replies in less time than a task switch takes.
 QUICK = frozenset(("delete", "exists", "latest_version", "stat", "versions"))

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from torchstore_core.clients.session.session import Session
     from torchstore_core.clients.stores.joined import JoinedStore
 
-__all__ = ["Clock", "Measurements"]
-
 T = TypeVar("T")
 
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from torchstore_core.clients.session.channel import Channel
     from torchstore_core.clients.session.session import Session
 
-__all__ = ["Renewed", "check_after", "check_incarnation", "refs_of"]
-
 
 class Renewed:
     """What this process knows of a store whose earlier incarnation it had joined, too.

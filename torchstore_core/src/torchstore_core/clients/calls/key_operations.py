@@ -8,7 +8,12 @@ from typing import Any
 import msgspec
 
 from torchstore_core.clients.calls import observers, wait_errors
-from torchstore_core.clients.calls.arguments import check_key, check_version
+from torchstore_core.clients.calls.arguments import (
+    check_key,
+    check_min_version,
+    check_size,
+    check_version,
+)
 from torchstore_core.clients.calls.base import QUICK, ClientBase
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.calls.incarnations import check_after, check_incarnation, refs_of
@@ -18,8 +23,6 @@ from torchstore_core.reports.stat import Found
 from torchstore_core.reports.status import StatusReport
 from torchstore_core.values import ObjectRef
 from torchstore_core.wire import messages as m
-
-__all__ = ["KeyOperations", "check_min_version"]
 
 
 class KeyOperations(ClientBase):
@@ -167,13 +170,12 @@ class KeyOperations(ClientBase):
             request = m.Wait(channel.next_id(), names, min_version)
         try:
             reply = await channel.call(request, m.Committed, clock.left())
-        except StoreTimeoutError:
+        except BaseException as error:
             channel.cancel(request.id)
+            if not isinstance(error, StoreTimeoutError):
+                raise
             unmet = await wait_errors.unmet_keys(channel, names, min_version)
             raise wait_errors.wait_timeout(names, min_version, clock.timeout, unmet) from None
-        except BaseException:
-            channel.cancel(request.id)
-            raise
         if renewed is not None:
             renewed.told(names)
         return refs_of(names, reply, incarnation)
@@ -231,21 +233,6 @@ class KeyOperations(ClientBase):
             session = await self._joined.session(clock.left())
             clock.on_session()
             return [_explain(volume, nbytes) for volume in session.volumes]
-
-
-def check_size(nbytes: object) -> None:
-    """Raise UnsupportedValueError unless ``nbytes`` is a number of bytes."""
-    if not isinstance(nbytes, int) or nbytes < 0:
-        raise UnsupportedValueError(
-            f"explain takes a number of bytes, an int of 0 or more, not {nbytes!r}"
-        )
-
-
-def check_min_version(version: object) -> None:
-    """Raise UnsupportedValueError unless ``version`` is one that can be waited for, or None."""
-    if version is None or (isinstance(version, int) and -(1 << 63) <= version < 1 << 63):
-        return
-    raise UnsupportedValueError(f"min_version is an int or None, not {version!r}")
 
 
 def _set_keys(clock: Clock, keys: list[str]) -> None:

@@ -11,8 +11,6 @@ from torchstore_core.errors import PluginError
 from torchstore_core.plugins.installed import OBSERVERS
 from torchstore_core.plugins.registry import Registry
 
-__all__ = ["errors", "watch"]
-
 log = logging.getLogger(__name__)
 
 # One set for the process, because it loads the same observers for every store that it joins.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypeVar
 
-from torchstore_core.clients.calls.arguments import check_key
+from torchstore_core.clients.calls.arguments import check_exact, check_key
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.calls.incarnations import check_incarnation, refs_of
 from torchstore_core.clients.calls.key_operations import KeyOperations
@@ -15,13 +15,10 @@ from torchstore_core.errors import (
     ConfigurationError,
     StoreTimeoutError,
     UnsupportedValueError,
-    VersionGoneError,
 )
 from torchstore_core.reports.refs import RefReport
 from torchstore_core.values import ObjectRef
 from torchstore_core.wire import messages as m
-
-__all__ = ["R", "ReferenceOperations"]
 
 #: How long the server may take to say what is ready when the time is over, in seconds.
 STATE_S = 10.0
@@ -111,20 +108,17 @@ class ReferenceOperations(KeyOperations):
         session, channel = self._here(clock) or await self._join(clock)
         _check_held_here(refs, session)
         named = [_awaited(ref, session.welcome.incarnation) for ref in refs]
-        if clock.timeout == 0:
-            now = m.WaitAny(channel.next_id(), named, 0)
-            return (await channel.call(now, m.Flags, STATE_S)).flags
-        request = m.WaitAny(channel.next_id(), named, count)
-        try:
-            left = None if for_ever else clock.left()
-            return (await channel.call(request, m.Flags, left)).flags
-        except StoreTimeoutError:
-            channel.cancel(request.id)
-            now = m.WaitAny(channel.next_id(), named, 0)
-            return (await channel.call(now, m.Flags, STATE_S)).flags
-        except BaseException:
-            channel.cancel(request.id)
-            raise
+        if clock.timeout != 0:
+            request = m.WaitAny(channel.next_id(), named, count)
+            try:
+                left = None if for_ever else clock.left()
+                return (await channel.call(request, m.Flags, left)).flags
+            except BaseException as error:
+                channel.cancel(request.id)
+                if not isinstance(error, StoreTimeoutError):
+                    raise
+        now = m.WaitAny(channel.next_id(), named, 0)
+        return (await channel.call(now, m.Flags, STATE_S)).flags
 
     async def free(
         self, refs: Iterable[ObjectRef | HeldRef], *, timeout: float | None = None
@@ -178,12 +172,7 @@ def _named(ref: object) -> ObjectRef:
         ref = ref.ref
     if not isinstance(ref, ObjectRef):
         return ObjectRef(check_key(ref), 0)
-    if not isinstance(ref.version, int):
-        raise UnsupportedValueError(f"a version is an int, not {ref.version!r}")
-    if not 0 < ref.version < 1 << 63:
-        raise VersionGoneError(
-            f"there never was a version {ref.version} of {ref.key!r}", key=ref.key
-        )
+    check_exact(ref.key, ref.version)
     if ref.key or not ref.incarnation:  # otherwise it is an object without a key
         check_key(ref.key)
     return ref

@@ -18,8 +18,6 @@ from typing import Any, TypeVar
 
 from torchstore_core.errors import ConfigurationError
 
-__all__ = ["background", "in_thread", "may_block", "run"]
-
 T = TypeVar("T")
 # These skip the conversion to enums, which takes as long as the rest of a call.
 _set_handler: Any = getattr(signal.signal, "__wrapped__", signal.signal)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 import warnings
 
-__all__ = ["warn"]
-
 # Frames of these packages are between the user's code and ours, and are skipped.
 _BETWEEN = ("torchstore_core", "asyncio", "contextlib")
 

@@ -8,8 +8,6 @@ from torchstore_core.clients.session.channel import Channel
 from torchstore_core.errors import StoreTimeoutError, TorchStoreError, in_seconds
 from torchstore_core.wire import messages as m
 
-__all__ = ["unmet_keys", "wait_timeout"]
-
 # The deadline has passed already, so a server that does not reply at once is not waited for.
 _REQUEST_TIMEOUT_S = 0.1
 _MAX_REQUESTED = 256

@@ -20,8 +20,6 @@ from torchstore_core.errors import StoreClosedError, TorchStoreError, TransportE
 from torchstore_core.plugins.ranking import Policy
 from torchstore_core.wire import messages as m
 
-__all__ = ["copy_for", "steps_of"]
-
 log = logging.getLogger(__name__)
 
 _CONNECT_S = 60.0

@@ -27,9 +27,6 @@ from torchstore_core.clients.values.tensors import dtype_of
 from torchstore_core.errors import LayoutMismatchError, ProtocolError
 from torchstore_core.values import TensorMeta, TensorSlice
 
-__all__ = ["ALIGNMENT", "MEMORY_ALIGNMENT", "PREFIX", "FileLayout", "Header", "HeaderEntry"]
-__all__ += ["TensorReference", "decode", "encode", "prelude", "read_prefix"]
-
 #: Tensors in the blob, and the blob in a file, start at multiples of this many bytes.
 ALIGNMENT = 64
 #: The memory address of a blob is a multiple of this, which suffices for every dtype.

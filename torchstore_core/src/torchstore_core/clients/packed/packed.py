@@ -58,6 +58,7 @@ from torchstore_core.clients.packed.header import Header, HeaderEntry, TensorRef
 from torchstore_core.clients.packed.packing import SUBJECT, Layout, Pair
 from torchstore_core.clients.values import nesting
 from torchstore_core.clients.values.codec import NoValue, decode_object
+from torchstore_core.clients.values.differences import StateDictReport, mismatch_error
 from torchstore_core.clients.values.memory import copy_tensors
 from torchstore_core.clients.values.nesting import Leaf
 from torchstore_core.clients.values.sharding import ShardList, TensorShard
@@ -249,23 +250,22 @@ class TorchStoreStateDict(NoValue):
         pairs: list[Pair] = []
         new: dict[str, Any] = {}
         filled: dict[object, torch.Tensor] = {}
-        missing: list[str] = []
-        mismatched: dict[str, str] = {}
+        report = StateDictReport()
         for leaf in leaves:
             name, value = leaf.name, leaf.value
             entry = entries.pop(name, None)
             if entry is None:
-                missing.append(name)
+                report.missing.append(name)
             elif value is None or (entry.codec and not packing.is_tensor(value)):
                 new[name] = self._value(entry, {})
             else:
                 try:
                     pairs += self._pairs(entry, value, filled)
                 except (LayoutMismatchError, UnsupportedValueError) as error:
-                    mismatched[name] = error.message
-        unexpected = [entry.name for entry in entries.values() if entry.codec or entry.parts]
-        if missing or unexpected or mismatched:
-            raise packing.mismatch_error(missing, unexpected, mismatched)
+                    report.mismatched[name] = error.message
+        report.unexpected = [e.name for e in entries.values() if e.codec or e.parts]
+        if report:
+            raise mismatch_error("the packed state dict", report)
         packing.copy_now(pairs)
         for tensor in filled.values():
             if not tensor.is_inference():  # tell autograd about the write

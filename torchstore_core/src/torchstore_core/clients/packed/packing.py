@@ -30,11 +30,8 @@ from torchstore_core.clients.values.tensors import (
     dtype_name,
     storable,
 )
-from torchstore_core.errors import ConfigurationError, LayoutMismatchError
+from torchstore_core.errors import ConfigurationError
 from torchstore_core.values import TensorSlice
-
-__all__ = ["SUBJECT", "Layout", "Pair", "box_of", "bytes_of", "copy_now", "is_tensor", "view_of"]
-__all__ += ["lay_out", "memory_key", "mismatch_error", "new_blob", "parts_of"]
 
 #: The name of a packed state dict in errors, because it has no key yet.
 SUBJECT = "state dict"
@@ -127,20 +124,6 @@ def box_of(part: TensorReference) -> Box:
     if part.tensor_slice is None:
         return boxes.whole(part.shape)
     return Box(part.tensor_slice.offsets, part.shape)
-
-
-def mismatch_error(
-    missing: list[str], unexpected: list[str], mismatched: dict[str, str]
-) -> LayoutMismatchError:
-    """Return an error that lists everything that is wrong with a destination."""
-    listed = (("missing", missing), ("unexpected", unexpected))
-    parts = [f"{len(n)} {what}: {', '.join(map(repr, n))}" for what, n in listed if n]
-    if mismatched:
-        parts.append(f"{len(mismatched)} mismatched: {'; '.join(mismatched.values())}")
-    return LayoutMismatchError(
-        f"the packed state dict does not match; nothing was written. {'; '.join(parts)}",
-        details={"missing": missing, "unexpected": unexpected, "mismatched": mismatched},
-    )
 
 
 def memory_key(tensor: torch.Tensor) -> object:

@@ -15,8 +15,6 @@ from torchstore_core.contracts.transport import (
     SupportsWindow,
 )
 
-__all__ = ["has_map", "has_progress", "has_registration", "has_window"]
-
 
 def has_window(link: object) -> TypeGuard[SupportsWindow]:
     """Whether the link's segments are memory of this process.

@@ -37,8 +37,6 @@ from torchstore_core.wire.framing import FrameReader, encode
 from torchstore_core.wire.paging import joined
 from torchstore_core.wire.repeating import number_of
 
-__all__ = ["QUICK_ENTRIES", "Channel", "MessageTooLargeError"]
-
 #: The server answers requests on up to this many entries faster than a task switch takes.
 QUICK_ENTRIES = 32
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -27,8 +27,6 @@ from torchstore_core.wire.framing import FrameReader, encode
 
 if TYPE_CHECKING:
     from torchstore_core.clients.session.channel import Channel
-
-__all__ = ["Ranks", "ask_volume", "client_facts", "handshake", "socket_path"]
 
 _RECEIVE = 1 << 18
 # Between attempts when the server has closed the connection without an answer.
@@ -116,10 +114,6 @@ async def _handshake(
                     if not data:
                         raise ConnectionResetError("the server closed the connection")
                     bodies = reader.feed(data)
-            replies = [framing.decode_reply(body) for body in bodies]
-            # The last one counts: if the server has died and is back, it asks with it.
-            welcomes = [one for one in replies if isinstance(one, m.Welcome)]
-            reply = welcomes[-1] if welcomes else replies[0]
         except TimeoutError as error:
             what = f"no answer from {address} within {in_seconds(timeout)}: it is stopped, or busy"
             if not accepted:
@@ -132,15 +126,30 @@ async def _handshake(
             raise StoreTimeoutError(
                 what, details={**details, "answered": False, "accepted": accepted}
             ) from error
-        except msgspec.DecodeError as error:
-            raise ProtocolError(f"{address} does not speak this protocol: {error}") from error
         except OSError as error:
             raise StoreClosedError(f"no store at {address}: {error}") from error
-        if isinstance(reply, m.Failure):
-            raise from_wire(reply.code, reply.message, reply.key, reply.details)
-        if not isinstance(reply, m.Welcome):
-            raise ProtocolError(f"{address} answered a hello with {type(reply).__name__}")
-    return sock, reply
+        return sock, welcome_in(bodies, address)
+
+
+def welcome_in(bodies: Sequence[bytes], address: str) -> m.Welcome:
+    """The answer to a hello, which is in the first messages of the server. The last one counts: if
+    the server has died and is back, it asks with it.
+
+    Raises:
+        ProtocolError: there is none.
+        TorchStoreError: the server refuses the hello.
+    """
+    try:
+        replies = [framing.decode_reply(body) for body in bodies]
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"{address} does not speak this protocol: {error}") from error
+    welcomes = [one for one in replies if isinstance(one, m.Welcome)]
+    reply = welcomes[-1] if welcomes else replies[0]
+    if isinstance(reply, m.Failure):
+        raise from_wire(reply.code, reply.message, reply.key, reply.details)
+    if not isinstance(reply, m.Welcome):
+        raise ProtocolError(f"{address} answered a hello with {type(reply).__name__}")
+    return reply
 
 
 async def ask_volume(channel: Channel, volume: int, transport: str, data: bytes) -> bytes:

@@ -16,8 +16,6 @@ from torchstore_core.clients.session.holder import Holder, StorePlace, holder_of
 from torchstore_core.errors import StoreClosedError, StoreTimeoutError, TorchStoreError
 from torchstore_core.values import ObjectRef
 
-__all__ = ["TRACE", "HeldRef", "Lent", "caller", "claim_waiting", "contained", "lending"]
-
 #: The environment variable that has every reference remember the line that made it.
 TRACE = "TORCHSTORE_TRACE_REFS"
 _PACKAGE = __name__.partition(".")[0]

@@ -24,8 +24,6 @@ from torchstore_core.wire import messages as m
 from torchstore_core.wire.batches import MOST_NUMBERS, runs
 from torchstore_core.wire.framing import FrameReader, encode
 
-__all__ = ["Holder", "StorePlace", "holder_of"]
-
 # How long encoding a reference, or a fork, waits for a server that takes no messages.
 _PATIENCE_S = 1
 # How long a new session waits for a server that comes back.

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from torchstore_core.errors import StoreClosedError, TransportError
 from torchstore_core.machine.tasks import is_cancelled
 
-__all__ = ["link_errors"]
-
 
 @contextmanager
 def link_errors() -> Iterator[None]:

@@ -28,8 +28,6 @@ from torchstore_core.wire import messages as m
 from torchstore_core.wire.batches import Held, aborts, releases
 from torchstore_core.wire.framing import FrameReader, encode
 
-__all__ = ["Reclaimer"]
-
 log = logging.getLogger(__name__)
 
 Waiting = weakref.ref[Future[m.Message]]

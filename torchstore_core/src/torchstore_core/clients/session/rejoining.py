@@ -6,14 +6,10 @@ import socket
 import time
 from collections.abc import Callable
 
-import msgspec
-
-from torchstore_core.errors import ProtocolError, StoreClosedError, from_wire
-from torchstore_core.wire import framing
+from torchstore_core.clients.session.handshake import welcome_in
+from torchstore_core.errors import StoreClosedError
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import FrameReader, encode
-
-__all__ = ["has_ended", "rejoin"]
 
 # How long one attempt waits before it looks whether anybody still wants it; the server may need
 # longer, and the connection stays in its queue.
@@ -83,10 +79,10 @@ def _attempt(
     except OSError as error:
         raise StoreClosedError(f"no store at {path}: {error}") from error
     reader = FrameReader(m.MAX_FRAME)
-    welcome: m.Welcome | None = None
+    bodies: list[bytes] = []
     try:
         sock.sendall(encode(hello))
-        while welcome is None:
+        while not bodies:
             try:
                 data = sock.recv(_RECEIVE)
             except TimeoutError:
@@ -95,16 +91,9 @@ def _attempt(
                 return None
             if not data:
                 return None
-            for body in reader.feed(data):
-                reply = framing.decode_reply(body)
-                if isinstance(reply, m.Failure):
-                    raise from_wire(reply.code, reply.message, reply.key, reply.details)
-                if not isinstance(reply, m.Welcome):
-                    raise ProtocolError(f"{path} did not answer a hello")
-                welcome = reply
-    except msgspec.DecodeError as error:
-        raise ProtocolError(f"{path} does not speak this protocol: {error}") from error
+            bodies = reader.feed(data)
     except OSError:
         return None
+    welcome = welcome_in(bodies, path)
     sock.settimeout(None)
     return sock, welcome, reader

@@ -37,8 +37,6 @@ from torchstore_core.wire import messages as m
 from torchstore_core.wire.batches import resumes
 from torchstore_core.wire.framing import FrameReader, encode
 
-__all__ = ["Session"]
-
 log = logging.getLogger(__name__)
 
 

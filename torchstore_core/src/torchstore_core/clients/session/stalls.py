@@ -17,8 +17,6 @@ from torchstore_core.contracts.transport import Link, SupportsProgress
 from torchstore_core.errors import StoreClosedError, TransportError
 from torchstore_core.plugins.ranking import Candidate
 
-__all__ = ["StallWatch"]
-
 T = TypeVar("T")
 
 # Of the time that the operation has left, a transfer may stand still for this share; but at least

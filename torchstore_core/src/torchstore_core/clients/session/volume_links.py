@@ -33,8 +33,6 @@ from torchstore_core.plugins.ranking import Candidate, Policy, Ranking, rank
 from torchstore_core.plugins.registry import Registry, load_class
 from torchstore_core.wire import messages as m
 
-__all__ = ["VolumeLinks"]
-
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Limit = tuple[weakref.ref[asyncio.Timeout], weakref.ref[asyncio.AbstractEventLoop]]

@@ -10,8 +10,6 @@ import torch
 
 from torchstore_core.errors import ConfigurationError
 
-__all__ = ["CastPlan", "Casts"]
-
 #: The type of the ``transfer_dtype`` argument.
 Casts = torch.dtype | Mapping[str, torch.dtype | None] | None
 _WILDCARD = re.compile(r"[*?]|\[.[^]]*\]")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,6 +17,7 @@ from torchstore_core.clients.transfer.columns.gets import Named, entries_of, nam
 from torchstore_core.clients.transfer.gets import Leasing, ValueRequest, asks_of
 from torchstore_core.clients.transfer.targets import Plain, Target, plain_targets, resolve
 from torchstore_core.clients.values import nesting
+from torchstore_core.clients.values.differences import StateDictReport, mismatch_error
 from torchstore_core.clients.values.nesting import Leaf
 from torchstore_core.clients.values.sharding import (
     is_sharded,
@@ -33,38 +33,6 @@ from torchstore_core.wire import messages as m
 __all__ = ["FetchResult", "Filling", "StateDictReport", "fetch", "plan_get"]
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class StateDictReport:
-    """The differences between a stored state dict and the one to fill.
-
-    Args:
-        missing: entries to fill that are not stored.
-        unexpected: stored entries that have no destination.
-        mismatched: for each entry that does not fit, by name, the reason.
-        version: the version that was read.
-        ref: the same as a ref, for ``after=`` of the next call; None before there is one.
-    """
-
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    mismatched: dict[str, str] = field(default_factory=dict)
-    version: int = 0
-    ref: ObjectRef | None = None
-
-    def __bool__(self) -> bool:
-        return bool(self.missing or self.unexpected or self.mismatched)
-
-    def __str__(self) -> str:
-        parts: list[str] = []
-        for what, names in (("missing", self.missing), ("unexpected", self.unexpected)):
-            if names:
-                parts.append(f"{len(names)} {what}: {', '.join(map(repr, names))}")
-        if self.mismatched:
-            why = "; ".join(self.mismatched.values())
-            parts.append(f"{len(self.mismatched)} mismatched: {why}")
-        return "; ".join(parts) or "everything matched"
 
 
 class Wanted(NamedTuple):
@@ -227,15 +195,7 @@ async def _fetch(
         found = how.report if how.report is not None else StateDictReport()
         targets, whole = _matching(wanted, reply, starts, found, cast=how.cast)
         if found and how.strict:
-            raise LayoutMismatchError(
-                f"{key!r} version {reply.version} does not match; nothing was written. {found}",
-                key=key,
-                details={
-                    "missing": found.missing,
-                    "unexpected": found.unexpected,
-                    "mismatched": found.mismatched,
-                },
-            )
+            raise mismatch_error(f"{key!r} version {reply.version}", found, key)
         if found:
             log.warning("%r version %d: %s", key, reply.version, found)
     values = await leasing.read(targets, how.allow_pickle, whole)

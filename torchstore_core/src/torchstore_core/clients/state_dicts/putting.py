@@ -33,9 +33,9 @@ from torchstore_core.clients.transfer.sources import (
 from torchstore_core.clients.values import nesting
 from torchstore_core.clients.values.plain import look
 from torchstore_core.clients.values.sharding import (
-    ShardList,
     TensorShard,
     is_distributed,
+    outline,
     ranks_of,
     takes_part,
     this_rank,
@@ -49,8 +49,6 @@ from torchstore_core.errors import (
 )
 from torchstore_core.values import ObjectRef, TensorMeta, TensorSlice
 from torchstore_core.wire import messages as m
-
-__all__ = ["PendingPut", "plan_put"]
 
 log = logging.getLogger(__name__)
 
@@ -267,12 +265,7 @@ def _digest(sources: Sequence[Source]) -> str:
 
 def _meta_with(value: Any, dtype: torch.dtype | None) -> TensorMeta:
     """The metadata with which the entry would be stored."""
-    if isinstance(value, ShardList):
-        value = value[0]
-    if isinstance(value, TensorShard):
-        shape, own = value.tensor_slice.global_shape, value.tensor.dtype
-    else:
-        shape, own = tuple(value.shape), value.dtype
+    own, shape = outline(value)
     if dtype is None or not own.is_floating_point:
         dtype = own
-    return TensorMeta(dtype_name(dtype), tuple(shape))
+    return TensorMeta(dtype_name(dtype), shape)

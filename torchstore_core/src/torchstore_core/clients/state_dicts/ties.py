@@ -10,8 +10,6 @@ import torch
 
 from torchstore_core.clients.values.sharding import ShardList, TensorShard, is_dtensor
 
-__all__ = ["PLAIN", "Ties", "are_apart", "shared"]
-
 #: Types of tensors that have bytes of their own.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 _PLAIN_TYPES = frozenset(PLAIN)

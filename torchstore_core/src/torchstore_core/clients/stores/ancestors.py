@@ -20,9 +20,7 @@ import msgspec
 from torchstore_core.errors import ConfigurationError
 from torchstore_core.machine import topology
 from torchstore_core.machine.directories import CONTROL, find_files, runtime_directory
-from torchstore_core.machine.processes import pid_namespace
-
-__all__ = ["find", "note", "parent"]
+from torchstore_core.machine.processes import pid_namespace, stat_fields
 
 _PREFIX = "published-"
 _MOST_GENERATIONS = 64
@@ -106,11 +104,8 @@ def _lineage(pid: int) -> list[int]:
     line: list[int] = []
     while pid > 1 and len(line) < _MOST_GENERATIONS:
         line.append(pid)
-        try:
-            status = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:
-            break
-        pid = int(status.rpartition(")")[2].split()[1])
+        fields = stat_fields(pid)
+        pid = int(fields[1]) if fields else 0
     return line
 
 

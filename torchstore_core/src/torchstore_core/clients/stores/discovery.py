@@ -8,14 +8,12 @@ import socket
 
 import msgspec
 
-from torchstore_core.clients.calls.timeouts import check_timeout
+from torchstore_core.clients.calls.arguments import check_timeout
 from torchstore_core.clients.session.handshake import client_facts, handshake
 from torchstore_core.errors import StoreClosedError, TorchStoreError
 from torchstore_core.machine import topology
 from torchstore_core.machine.directories import CONTROL, find_files, runtime_directory
 from torchstore_core.wire import messages as m
-
-__all__ = ["ANSWER_S", "RunningStore", "look", "probe", "stores"]
 
 #: ``ClientFacts.role`` of sessions that ask what there is, and leave.
 TOOL = "tool"

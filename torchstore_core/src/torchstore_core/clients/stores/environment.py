@@ -13,20 +13,6 @@ import msgspec
 from torchstore_core.clients.stores import ancestors
 from torchstore_core.errors import ConfigurationError
 
-__all__ = [
-    "ADDRESS",
-    "ADDRESSES",
-    "DEFAULT_NAME",
-    "allow_pickle_default",
-    "as_address",
-    "forget_what_was_replaced",
-    "inherited_address",
-    "lock",
-    "not_a_socket",
-    "publish",
-    "variable_of",
-]
-
 DEFAULT_NAME = "torchstore"
 #: Environment variable with the address of the default store; children inherit it.
 ADDRESS = "TORCHSTORE_ADDRESS"

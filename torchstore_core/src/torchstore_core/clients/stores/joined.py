@@ -25,8 +25,6 @@ from torchstore_core.errors import StoreClosedError
 from torchstore_core.plugins.ranking import Policy
 from torchstore_core.plugins.registry import load_class
 
-__all__ = ["DEFAULT_TIMEOUT_S", "JoinedStore", "sessions"]
-
 log = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S = 60.0

@@ -14,8 +14,6 @@ from torchstore_core.errors import StoreClosedError, StoreTimeoutError
 from torchstore_core.plugins.installed import RUNTIMES
 from torchstore_core.plugins.registry import Registry, load_class
 
-__all__ = ["address_of", "end_in_job", "find_by", "missing_engine", "runtime_here"]
-
 log = logging.getLogger(__name__)
 
 

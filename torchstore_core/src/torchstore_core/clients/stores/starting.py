@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from torchstore_core.clients.calls.timeouts import check_timeout
+from torchstore_core.clients.calls.arguments import check_timeout
 from torchstore_core.clients.calls.user_warnings import warn
 from torchstore_core.clients.client import Client
 from torchstore_core.clients.stores import ancestors, discovery, environment, lookup, table
@@ -19,17 +19,6 @@ from torchstore_core.plugins.installed import RUNTIMES
 from torchstore_core.plugins.ranking import Policy
 from torchstore_core.plugins.registry import Registry, load_class
 from torchstore_core.plugins.strategy_data import check_transport
-
-__all__ = [
-    "SPMD",
-    "STOP_TIMEOUT_S",
-    "check",
-    "rank_runtime",
-    "runtime",
-    "start",
-    "strategy",
-    "warn_of_another",
-]
 
 log = logging.getLogger(__name__)
 

@@ -27,17 +27,6 @@ from torchstore_core.errors import (
 )
 from torchstore_core.plugins.ranking import Policy
 
-__all__ = [
-    "add",
-    "find",
-    "join",
-    "known",
-    "remove",
-    "reserve",
-    "shutdown_call",
-    "until_started",
-]
-
 _stores: dict[str, JoinedStore] = {}
 # Stores that this process is starting: done when they have, or have not.
 _starting: dict[str, futures.Future[None]] = {}

@@ -19,8 +19,6 @@ from torchstore_core.contracts.transport import Window
 from torchstore_core.machine.tasks import wait_ended
 from torchstore_core.machine.virtual_memory import before_unmap
 
-__all__ = ["copy", "settled", "transfer"]
-
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 # Memory is page-locked in aligned blocks of this many bytes, counted from the start of the

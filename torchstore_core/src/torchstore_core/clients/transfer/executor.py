@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.session.abilities import has_map, has_window
+from torchstore_core.clients.session.channel import Channel
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.session.stalls import StallWatch
 from torchstore_core.clients.session.volume_links import VolumeLinks
@@ -23,8 +25,6 @@ from torchstore_core.contracts.transport import Link
 from torchstore_core.errors import StoreClosedError, StoreTimeoutError, TransportError
 from torchstore_core.machine.tasks import together
 from torchstore_core.plugins.ranking import Candidate
-
-__all__ = ["Moved", "by_link", "execute"]
 
 # Up to this many bytes, the volumes of this host are processed one after another: creating a task
 # for each would take longer.
@@ -109,6 +109,19 @@ async def _execute(session: Session, batch: Batch, deadline: float | None) -> Mo
         if not (links.lost and batch.into_segment):
             raise
     return Moved(batch, "")
+
+
+async def execute_within(
+    clock: Clock, session: Session, channel: Channel, batches: Sequence[Batch]
+) -> list[Moved]:
+    """As :func:`execute`, within the time of an operation; what was moved is measured for it."""
+    done = await clock.within(execute(session, batches, clock.deadline), channel)
+    if clock.measured is not None:
+        for moved in done:
+            if moved.transport:
+                volume = session.volumes[moved.batch.volume].info.id
+                clock.measured.moved(moved.batch.nbytes, moved.transport, (volume,))
+    return done
 
 
 def _limit_s(batch: Batch) -> float:

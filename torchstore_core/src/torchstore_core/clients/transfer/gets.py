@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from torchstore_core.clients.calls.arguments import check_key
+from torchstore_core.clients.calls.arguments import check_exact, check_key
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.calls.incarnations import check_incarnation
 from torchstore_core.clients.session.channel import QUICK_ENTRIES, Channel
@@ -34,12 +34,9 @@ from torchstore_core.errors import (
     TorchStoreError,
     TransportError,
     UnsupportedValueError,
-    VersionGoneError,
 )
 from torchstore_core.values import ObjectRef, Request, TensorSlice
 from torchstore_core.wire import messages as m
-
-__all__ = ["Found", "Leasing", "ValueRequest", "asks_of", "get_asks", "get_named", "requests_of"]
 
 
 class ValueRequest(msgspec.Struct, frozen=True, gc=False):
@@ -77,14 +74,14 @@ class ValueRequest(msgspec.Struct, frozen=True, gc=False):
         if isinstance(what, HeldRef):
             what = what.ref
         if isinstance(what, ObjectRef):
-            version = _exact(what.key, what.version)
+            version = check_exact(what.key, what.version)
             of = what.incarnation, what.timeline
             key = what.key
             if key or not what.incarnation:  # otherwise it is an object without a key
                 check_key(key)
             return cls(key, version, tensor, part, *of)
         if isinstance(what, Request):
-            version = 0 if what.version is None else _exact(what.key, what.version)
+            version = 0 if what.version is None else check_exact(what.key, what.version)
             if part is None and what.tensor_slice is not None:
                 part = plain_slice(what.key, what.tensor_slice)
             return cls(check_key(what.key), version, tensor, part)
@@ -111,15 +108,6 @@ def asks_of(want: ValueRequest) -> list[ValueRequest]:
         ValueRequest(key, version, local.tensor, local.part, incarnation, timeline)
         for local in local_parts(key, tensor)
     ]
-
-
-def _exact(key: str, version: int) -> int:
-    """Check an explicit version: to the server, 0 would mean the newest one."""
-    if not isinstance(version, int):
-        raise UnsupportedValueError(f"a version is an int, not a {type(version).__qualname__}")
-    if not 0 < version < 1 << 63:
-        raise VersionGoneError(f"there never was a version {version} of {key!r}", key=key)
-    return version
 
 
 async def get_asks(
@@ -308,16 +296,13 @@ class Leasing:
         if self._leased:
             batches = get_batches(targets, results, plain)
             results.waited = True
-            work = executor.execute(self._session, batches, self._clock.deadline)
-            for moved in await self._clock.within(work, self._channel):
-                for mapped in moved.mappings:
-                    positions = [target.pieces[0].position for target, _ in mapped.tensors]
-                    results.values.update({t.at: tensor for t, tensor in mapped.tensors})
-                    self._mapped.update(positions)
-                    self._session.hold(mapped.owner, self.lease, positions)
-                if measured is not None:
-                    volume = self._session.volumes[moved.batch.volume].info.id
-                    measured.moved(moved.batch.nbytes, moved.transport, (volume,))
+            where = self._session, self._channel
+            done = await executor.execute_within(self._clock, *where, batches)
+            for mapped in [one for moved in done for one in moved.mappings]:
+                positions = [target.pieces[0].position for target, _ in mapped.tensors]
+                results.values.update({t.at: tensor for t, tensor in mapped.tensors})
+                self._mapped.update(positions)
+                self._session.hold(mapped.owner, self.lease, positions)
         if measured is not None:
             pieces = [piece for target in targets for piece in target.pieces]
             measured.moved(sum([p.nbytes for p in pieces if p.grant is None]), "inline")
@@ -342,15 +327,11 @@ class Leasing:
         batch = batch_of(columns, tensors)
         if batch is None:
             return None
-        work = executor.execute(self._session, [batch], self._clock.deadline)
+        where = self._session, self._channel
         try:
-            (moved,) = await self._clock.within(work, self._channel)
+            await executor.execute_within(self._clock, *where, [batch])
         except NotPlainError:
             return None
-        measured = self._clock.measured
-        if measured is not None:
-            volume = self._session.volumes[batch.volume].info.id
-            measured.moved(batch.nbytes, moved.transport, (volume,))
         if tensors is not None:
             were_written(tensors)
         self._clock.phase("copy")

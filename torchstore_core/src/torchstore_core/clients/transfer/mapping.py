@@ -14,8 +14,6 @@ from torchstore_core.clients.values.tensors import from_buffer
 from torchstore_core.contracts.transport import SupportsMap
 from torchstore_core.errors import TransportError
 
-__all__ = ["Mapped", "map_runs"]
-
 # Mappable values that are at most this many bytes apart share one mapping and one lease.
 _GROUP_GAP = 1 << 20
 

@@ -27,9 +27,6 @@ from torchstore_core.machine import copying
 from torchstore_core.values import ValueMeta
 from torchstore_core.wire import messages as m
 
-__all__ = ["Batch", "Columns", "GetBatch", "Job", "Move", "PutBatch", "Rows", "Run", "TensorMove"]
-__all__ += ["contiguous_start", "get_batches", "put_batches"]
-
 T = TypeVar("T")
 
 #: Contiguous bytes: their address in this process, their offset in the segment, and their number.

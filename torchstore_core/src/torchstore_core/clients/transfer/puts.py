@@ -23,9 +23,32 @@ from torchstore_core.values import ObjectRef
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.columns import in_a_row
 
-__all__ = ["Putting", "put_object", "put_sources"]
-
 R = TypeVar("R", bound=m.Message)
+
+
+class PutOptions(msgspec.Struct, frozen=True, gc=False):
+    """How values are put.
+
+    Args:
+        version, group, when_full: see ``messages.Put``.
+        rewind: go back to that version, see ``messages.Rewind``.
+        held_as: put an object without a key, see ``messages.PutObject``.
+    """
+
+    version: int = 0
+    group: m.Publication | None = None
+    rewind: bool = False
+    when_full: int = 0
+    held_as: tuple[int, str] | None = None
+
+    def request(
+        self, number: int, txn: int, items: list[m.PutItem], columns: m.ItemColumns | None = None
+    ) -> m.Put | m.PutObject:
+        """The message that begins the put."""
+        if self.held_as is not None:
+            return m.PutObject(number, txn, items[0], *self.held_as, self.when_full)
+        kind = m.Rewind if self.rewind else m.Put
+        return kind(number, txn, items, self.version, self.group, self.when_full, columns)
 
 
 async def put_sources(
@@ -34,11 +57,7 @@ async def put_sources(
     sources: Sequence[Source] | TensorColumns,
     nbytes: int,
     clock: Clock,
-    *,
-    version: int = 0,
-    group: m.Publication | None = None,
-    rewind: bool = False,
-    when_full: int = 0,
+    how: PutOptions,
 ) -> m.Committed:
     """Put with one message if it is small; otherwise begin, write and commit. If anything fails,
     the put is undone.
@@ -50,15 +69,14 @@ async def put_sources(
         if type(sources) is TensorColumns:
             sources = sources.sources()
         items = [source.item(inline_bytes(source)) for source in sources]
-        kind = m.Rewind if rewind else m.Put
-        put = kind(channel.next_id(), session.next_id(), items, version, group, when_full)
+        put = how.request(channel.next_id(), session.next_id(), items)
         reply = await _begin(session, channel, put, len(items), m.Committed, clock)
         clock.phase("plan")
         if clock.measured is not None:
             clock.measured.moved(nbytes, "inline")
-        _contained(session, _lent(sources), reply, group)
+        _contained(session, _lent(sources), reply, how)
         return reply
-    with Putting(session, channel, sources, clock, version, group, rewind, when_full) as putting:
+    with Putting(session, channel, sources, clock, how) as putting:
         await putting.begin()
         await putting.write()
         return await putting.commit()
@@ -75,43 +93,16 @@ def _lent(sources: Sequence[Source] | TensorColumns) -> _LentAt:
     return [(at, one.key, one.lent) for at, one in enumerate(sources) if one.lent]
 
 
-def _contained(
-    session: Session, every: _LentAt, reply: m.Committed, group: m.Publication | None
-) -> None:
+def _contained(session: Session, every: _LentAt, reply: m.Committed, how: PutOptions) -> None:
     """The values were put: they keep the references that are in them."""
     for at, key, lent in every:
-        at, key = (at, key) if group is None else (0, group.key)
+        if how.group is not None:
+            at, key = 0, how.group.key
+        elif how.held_as is not None:
+            key = ""
         timeline = reply.timelines[at] if type(reply) is m.CommittedIn else 0
         ref = ObjectRef(key, reply.versions[at], session.welcome.incarnation, timeline)
         contained(lent, ref)
-
-
-async def put_object(
-    session: Session,
-    channel: Channel,
-    source: Source,
-    clock: Clock,
-    held_as: tuple[int, str],
-    when_full: int = 0,
-) -> int:
-    """Put a value without a key; returns its number. ``held_as``: see ``messages.PutObject``."""
-    if source.nbytes <= session.inline_max() or source.nbytes == 0:
-        item = source.item(inline_bytes(source))
-        put = m.PutObject(channel.next_id(), session.next_id(), item, *held_as, when_full)
-        reply = await _begin(session, channel, put, 1, m.Committed, clock)
-        clock.phase("plan")
-        if clock.measured is not None:
-            clock.measured.moved(source.nbytes, "inline")
-        contained(source.lent, ObjectRef("", reply.versions[0], session.welcome.incarnation))
-        return reply.versions[0]
-    with Putting(
-        session, channel, [source], clock, 0, None, when_full=when_full, held_as=held_as
-    ) as putting:
-        await putting.begin()
-        await putting.write()
-        number = (await putting.commit()).versions[0]
-        contained(source.lent, ObjectRef("", number, session.welcome.incarnation))
-        return number
 
 
 class Putting:
@@ -123,23 +114,15 @@ class Putting:
         channel: Channel,
         sources: Sequence[Source] | TensorColumns,
         clock: Clock,
-        version: int,
-        group: m.Publication | None,
-        rewind: bool = False,
-        when_full: int = 0,
-        held_as: tuple[int, str] | None = None,
+        how: PutOptions,
     ) -> None:
         self._session = session
         self._channel = channel
         self._sources = sources
         self._entries = len(sources)
-        self._lent = _lent(sources) if held_as is None else []
+        self._lent = _lent(sources)
         self.clock = clock
-        self._version = version
-        self._group = group
-        self._held_as = held_as  # see ``messages.PutObject``
-        self._rewind = rewind
-        self._when_full = when_full
+        self._how = how
         self._txn = session.begin()
         self._grants: list[m.Grant | None] = []
         self._done = False
@@ -161,15 +144,7 @@ class Putting:
                 else source.item(None if source.nbytes else b"")
                 for source in self._sources
             ]
-        put: m.Put | m.PutObject
-        if self._held_as is None:
-            kind = m.Rewind if self._rewind else m.Put
-            number = self._channel.next_id()
-            version, group = self._version, self._group
-            put = kind(number, self._txn, items, version, group, self._when_full, columns)
-        else:
-            number = self._channel.next_id()
-            put = m.PutObject(number, self._txn, items[0], *self._held_as, self._when_full)
+        put = self._how.request(self._channel.next_id(), self._txn, items, columns)
         count = self._entries
         granted = await _begin(self._session, self._channel, put, count, m.Granted, self.clock)
         self._grants = granted.grants
@@ -178,11 +153,7 @@ class Putting:
     async def write(self) -> None:
         """Move the bytes. Afterwards, the caller may change the sources."""
         self._batches = self._planned()
-        work = executor.execute(self._session, self._batches, self.clock.deadline)
-        for moved in await self.clock.within(work, self._channel):
-            if self.clock.measured is not None and moved.transport:
-                volume = self._session.volumes[moved.batch.volume].info.id
-                self.clock.measured.moved(moved.batch.nbytes, moved.transport, (volume,))
+        await executor.execute_within(self.clock, self._session, self._channel, self._batches)
         self._sources = self._batches = ()
         self.clock.phase("copy")
 
@@ -207,7 +178,7 @@ class Putting:
         done = await self._channel.call(commit, m.Committed, self.clock.left(), quick=quick)
         self._done = True
         self.clock.phase("commit")
-        _contained(self._session, self._lent, done, self._group)
+        _contained(self._session, self._lent, done, self._how)
         return done
 
     def refs(self, keys: Sequence[str], reply: m.Committed) -> list[ObjectRef]:

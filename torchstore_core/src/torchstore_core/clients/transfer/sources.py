@@ -27,9 +27,6 @@ from torchstore_core.errors import UnsupportedValueError
 from torchstore_core.values import TensorMeta, TensorSlice, ValueMeta
 from torchstore_core.wire import messages as m
 
-__all__ = ["Source", "inline_bytes", "look_again", "plain_source", "prepare"]
-__all__ += ["prepare_all", "prepare_tensor"]
-
 
 class Source(msgspec.Struct, frozen=True, gc=False):
     """One value to put: a tensor (detached, any strides), or the bytes of an object.

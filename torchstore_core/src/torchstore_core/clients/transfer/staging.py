@@ -29,8 +29,6 @@ from torchstore_core.errors import TransportError
 from torchstore_core.machine import copying
 from torchstore_core.machine.tasks import together
 
-__all__ = ["CopyPlan", "adapt", "by_copies", "planned", "unpack"]
-
 # What must be packed is packed so many bytes at a time, meanwhile those before them move; and a
 # part has at most about so many copies, meanwhile the next are planned.
 _PART = 32 << 20

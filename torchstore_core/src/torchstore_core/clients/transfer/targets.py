@@ -31,20 +31,6 @@ from torchstore_core.errors import (
 from torchstore_core.values import ObjectMeta, StateDictMeta, TensorMeta, TensorSlice, ValueMeta
 from torchstore_core.wire import messages as m
 
-__all__ = [
-    "MAP_MIN",
-    "Plain",
-    "Results",
-    "Target",
-    "TargetPiece",
-    "narrow",
-    "new_tensor",
-    "out_of_memory",
-    "plain_targets",
-    "resolve",
-    "were_written",
-]
-
 #: New tensors of at least this size, in bytes, are mapped if possible; smaller ones are copied (a
 #: mapping costs about as much as copying this much, and a process can have some 65,000 of them).
 MAP_MIN = 64 << 10

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import count
 
 import torch
@@ -27,8 +28,6 @@ from torchstore_core.contracts.transport import SupportsWindow, Window
 from torchstore_core.errors import TransportError
 from torchstore_core.machine import copying
 from torchstore_core.wire.columns import running_totals
-
-__all__ = ["by_window"]
 
 
 class _Progress:
@@ -154,29 +153,19 @@ def _column_tasks(
     first = done = 0
     while first < len(ends):
         last = bisect_right(ends, done + size, lo=first)
+        part = Columns(*[column[first : max(last, first + 1)] for column in move])
         if last == first:  # a single value that must be divided
             last += 1
-            runs = Columns(*[column[first:last] for column in move]).runs()
-            yield from _chunks(link, batch, base, runs, [], size, progress)
+            yield from _chunks(link, batch, base, part.runs(), [], size, progress)
         else:
-            part = Columns(*[column[first:last] for column in move])
-            yield progress.task([part], _column_task(link, batch, base, part))
+            low, high = part.offsets[0], part.offsets[-1] + part.sizes[-1]
+            stream = batch.nbytes >= copying.STREAM_MIN
+            copy = partial(
+                copying.copy_columns, *part, base, into=batch.into_segment, stream=stream
+            )
+            most = _most_prepared(ends[last - 1] - done)
+            yield progress.task([part], _task(link, batch, low, high, most, copy))
         first, done = last, ends[last - 1]
-
-
-def _column_task(link: SupportsWindow, batch: Batch, base: int, part: Columns) -> copying.Task:
-    segment, into = batch.segment, batch.into_segment
-    stream = batch.nbytes >= copying.STREAM_MIN
-    low, high = part.offsets[0], part.offsets[-1] + part.sizes[-1]
-    nbytes = sum(part.sizes)
-
-    def task() -> None:
-        if 0 < high - low <= nbytes + nbytes // 2:  # as in _run_task
-            with link_errors():
-                link.prepare(segment, low, high - low, fresh=into)
-        copying.copy_columns(*part, base, into=into, stream=stream)
-
-    return task
 
 
 def _chunks(
@@ -189,8 +178,13 @@ def _chunks(
     progress: _Progress,
 ) -> Iterator[copying.Task]:
     """Divide runs and rows into tasks of about ``size`` bytes."""
-    stream = batch.nbytes >= copying.STREAM_MIN
-    if batch.into_segment:
+    into, stream = batch.into_segment, batch.nbytes >= copying.STREAM_MIN
+    for chunk in copying.cut(runs, size):
+        low, high = chunk[0][1], chunk[-1][1] + chunk[-1][2]
+        most = _most_prepared(sum([nbytes for _, _, nbytes in chunk]))
+        copy = partial(copying.copy_runs, chunk, base, into=into, stream=stream)
+        yield progress.task([chunk], _task(link, batch, low, high, most, copy))
+    if into:
         grids = [
             (base + offset, address, nbytes, count, there, here)
             for address, offset, nbytes, count, here, there in rows
@@ -200,13 +194,15 @@ def _chunks(
             (address, base + offset, nbytes, count, here, there)
             for address, offset, nbytes, count, here, there in rows
         ]
-    for chunk in copying.cut(runs, size):
-        yield progress.task([chunk], _run_task(link, batch, base, chunk, stream))
+    side = 0 if into else 1
     for some in copying.cut_grids(grids, size):
-        yield progress.task(
-            _as_rows(some, base, batch.into_segment),
-            _row_task(link, batch, base, some, stream),
-        )
+        low = min([grid[side] for grid in some]) - base
+        high = max([grid[side] + grid[2] + (grid[3] - 1) * grid[4 + side] for grid in some]) - base
+        # Column shards touch every page of the rows that they belong to.
+        most = 8 * sum([grid[2] * grid[3] for grid in some])
+        copy = partial(copying.copy_grids, some, stream=stream)
+        task = _task(link, batch, low, high, most, copy)
+        yield progress.task(_as_rows(some, base, into), task)
 
 
 def _as_rows(grids: list[copying.Grid], base: int, into: bool) -> list[Rows]:
@@ -215,39 +211,27 @@ def _as_rows(grids: list[copying.Grid], base: int, into: bool) -> list[Rows]:
     return [(to, of - base, size, rows, a, b) for to, of, size, rows, a, b in grids]
 
 
-def _run_task(
-    link: SupportsWindow, batch: Batch, base: int, chunk: list[Run], stream: bool
+def _most_prepared(nbytes: int) -> int:
+    """How long a range may be for its pages to be prepared, if so many bytes of it are copied. A
+    batch usually is one contiguous run, in order, so that a chunk is one range. If it is not, the
+    pages are faulted in as they are touched.
+    """
+    return nbytes + nbytes // 2
+
+
+def _task(
+    link: SupportsWindow, batch: Batch, low: int, high: int, most: int, copy: copying.Task
 ) -> copying.Task:
+    """A task that copies to or from a range, whose pages it prepares unless it is longer than
+    ``most`` bytes.
+    """
     segment, into = batch.segment, batch.into_segment
-    low, high = chunk[0][1], chunk[-1][1] + chunk[-1][2]
-    nbytes = sum([nbytes for _, _, nbytes in chunk])
 
     def task() -> None:
-        # A batch usually is one contiguous run, in order, so that a chunk is one range. If it is
-        # not, the pages are faulted in as they are touched.
-        if 0 < high - low <= nbytes + nbytes // 2:
+        if 0 < high - low <= most:
             with link_errors():
                 link.prepare(segment, low, high - low, fresh=into)
-        copying.copy_runs(chunk, base, into=into, stream=stream)
-
-    return task
-
-
-def _row_task(
-    link: SupportsWindow, batch: Batch, base: int, grids: list[copying.Grid], stream: bool
-) -> copying.Task:
-    segment, into = batch.segment, batch.into_segment
-    side = 0 if into else 1
-    low = min([grid[side] for grid in grids]) - base
-    high = max([grid[side] + grid[2] + (grid[3] - 1) * grid[4 + side] for grid in grids]) - base
-    nbytes = sum([grid[2] * grid[3] for grid in grids])
-
-    def task() -> None:
-        # Column shards touch every page of the rows that they belong to.
-        if 0 < high - low <= 8 * nbytes:
-            with link_errors():
-                link.prepare(segment, low, high - low, fresh=into)
-        copying.copy_grids(grids, stream=stream)
+        copy()
 
     return task
 

@@ -37,8 +37,6 @@ from torchstore_core.values import ObjectMeta
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["NoValue", "decode_object", "encode_object"]
-
 MSGPACK = "msgpack"
 PICKLE = "pickle"
 

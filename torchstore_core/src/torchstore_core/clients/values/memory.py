@@ -15,8 +15,6 @@ from torchstore_core.clients.values.tensors import (
 )
 from torchstore_core.machine import copying
 
-__all__ = ["copy_tensors"]
-
 
 async def copy_tensors(key: str, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy ``(target, source)`` pairs of CPU tensors with the copy threads, without blocking the

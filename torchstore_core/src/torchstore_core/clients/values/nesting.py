@@ -13,8 +13,6 @@ import torch
 from torchstore_core.clients.values.sharding import TensorShard, is_sharded
 from torchstore_core.errors import LayoutMismatchError, ProtocolError, UnsupportedValueError
 
-__all__ = ["Leaf", "flatten", "places", "replace", "unflatten"]
-
 _MAX_DEPTH = 64
 # Every path has its own name, so a container that is in two places yields two sets of entries, and
 # that doubles with every level. This is the limit for the entries that result from such repetition.

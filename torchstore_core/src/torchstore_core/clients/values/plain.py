@@ -29,8 +29,6 @@ except ImportError:  # or from older source than this
     _native_still = None  # type: ignore[assignment]
 _compiled_still: Callable[..., Any] | None = _native_still
 
-__all__ = ["MANY", "Looked", "look", "still_there"]
-
 _MAX_KINDS = 4096
 _tensor: Any = torch.Tensor
 # What the compiled functions call for every tensor.

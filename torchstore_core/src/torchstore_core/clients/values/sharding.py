@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
     from torch.distributed.tensor import DTensor
 
-__all__ = ["LocalPart", "ShardList", "TensorShard", "is_distributed", "is_dtensor", "is_sharded"]
-__all__ += ["local_parts", "outline", "ranks_of", "takes_part", "this_rank"]
-
 
 @dataclass(frozen=True, eq=False)
 class TensorShard:

@@ -16,27 +16,6 @@ from torchstore_core.errors import LayoutMismatchError, UnsupportedValueError
 from torchstore_core.machine import copying
 from torchstore_core.values import TensorMeta, TensorSlice
 
-__all__ = [
-    "LOWEST_ADDRESS",
-    "address_of",
-    "byte_like",
-    "check_cast",
-    "check_destination",
-    "check_storage",
-    "describe",
-    "dtype_name",
-    "dtype_of",
-    "from_buffer",
-    "is_inside",
-    "plain_slice",
-    "rows_of",
-    "slice_box",
-    "split_rows",
-    "storable",
-    "strided_copy",
-    "tensor_at",
-]
-
 
 def _dtypes() -> dict[str, torch.dtype]:
     """Every dtype of this torch by its canonical name (without aliases such as ``half``)."""

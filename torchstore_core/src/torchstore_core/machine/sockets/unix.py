@@ -19,8 +19,6 @@ from contextlib import contextmanager
 
 from torchstore_core.errors import TransportNotReadyError
 
-__all__ = ["check_descriptors", "connect", "peer", "unix_socket"]
-
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.05
 

@@ -32,8 +32,6 @@ from torchstore_core.server.index.records import (
 )
 from torchstore_core.server.index.timelines import Timelines
 
-__all__ = ["Catalog"]
-
 # Maximum number of deleted keys whose last version is remembered.
 _MAX_DELETED = 4096
 

@@ -10,9 +10,6 @@ from torchstore_core.errors import (
 )
 from torchstore_core.reports.stat import Pending
 
-__all__ = ["entry_error", "fenced_error", "gone_error", "in_vain_error", "missing_error"]
-__all__ += ["no_base_error", "partial_error", "rewound_error", "used_error", "version_lost_error"]
-
 
 def missing_error(keys: list[str]) -> KeyNotFoundError:
     """The error for keys that do not exist."""

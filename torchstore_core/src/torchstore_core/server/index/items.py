@@ -13,9 +13,6 @@ from torchstore_core.values import StateDictMeta, TensorMeta
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.columns import ALIGNMENT, spread
 
-__all__ = ["MOST_BYTES", "PutItems", "check_item", "check_key", "checked_box", "grants_of"]
-__all__ += ["items_of", "one_by_one", "packed_grant", "unusual"]
-
 # Maximum number of dimensions of a tensor, or of a mesh: more than torch has.
 _MAX_DIMS = 64
 #: Every value must be smaller than this, in bytes.

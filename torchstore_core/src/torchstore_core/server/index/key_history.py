@@ -18,8 +18,6 @@ from torchstore_core.server.index.records import SessionRecord, Stored, Value, a
 if TYPE_CHECKING:
     from torchstore_core.server.index.timelines import Branch
 
-__all__ = ["KeyHistory", "PutTarget"]
-
 # Maximum number of layouts (put sequences) of one key that are remembered.
 _MAX_SEQUENCES = 16
 # Maximum number of generations of one sequence that wait for other participants.

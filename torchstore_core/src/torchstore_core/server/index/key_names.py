@@ -12,46 +12,6 @@ from sortedcontainers import SortedList
 from torchstore_core.server.index.records import Manifest, Stored
 from torchstore_core.wire.messages import MAX_KEY
 
-__all__ = ["KeyNames", "KeyOrder", "splits"]
-
-
-class KeyOrder:
-    """A sorted set of keys.
-
-    With 500,000 keys, adding or removing one takes less than a microsecond. Finding the keys with a
-    prefix takes about twenty microseconds, plus time proportional to the number found.
-
-    >>> order = KeyOrder()
-    >>> order.add(["b/2", "a", "b", "b/1"])
-    >>> order.starting("b/"), order.starting("b", after="b/1"), order.starting("", limit=2)
-    (['b/1', 'b/2'], ['b/2'], ['a', 'b'])
-    """
-
-    __slots__ = ("_keys",)
-
-    def __init__(self) -> None:
-        self._keys: SortedList = SortedList()
-
-    def add(self, keys: Collection[str]) -> None:
-        """Add keys that are not in the set yet."""
-        if len(keys) == 1:  # the usual case
-            self._keys.add(*keys)
-        else:
-            self._keys.update(keys)
-
-    def remove(self, key: str) -> None:
-        """Remove a key that is in the set."""
-        self._keys.remove(key)
-
-    def starting(self, prefix: str, after: str = "", limit: int | None = None) -> list[str]:
-        """Return the first ``limit`` keys that start with ``prefix`` and sort after ``after``."""
-        if after and after >= prefix:
-            low, inclusive = after, False
-        else:
-            low, inclusive = prefix, True
-        found = self._keys.irange(low, _above(prefix), (inclusive, False))
-        return list(islice(found, limit))
-
 
 def _above(prefix: str) -> str | None:
     """Return the lowest string above all that start with ``prefix``; None if there is none."""
@@ -65,15 +25,42 @@ def _above(prefix: str) -> str | None:
 class KeyNames:
     """The names under which something can be read: keys, and ``<state dict>/<entry>``.
 
+    With 500,000 keys, adding or removing one takes less than a microsecond. Finding the keys with a
+    prefix takes about twenty microseconds, plus time proportional to the number found.
+
     Args:
         newest: what is stored under each key; a live view that changes.
     """
 
     def __init__(self, newest: Mapping[str, Stored]) -> None:
         self._newest = newest
-        self._order = KeyOrder()
-        self.add = self._order.add
-        self.remove = self._order.remove
+        self._keys: SortedList = SortedList()
+
+    def add(self, keys: Collection[str]) -> None:
+        """Add keys that are not there yet."""
+        if len(keys) == 1:  # the usual case
+            self._keys.add(*keys)
+        else:
+            self._keys.update(keys)
+
+    def remove(self, key: str) -> None:
+        """Remove a key that is there."""
+        self._keys.remove(key)
+
+    def starting(self, prefix: str, after: str = "", limit: int | None = None) -> list[str]:
+        """Return the first ``limit`` keys that start with ``prefix`` and sort after ``after``.
+
+        >>> names = KeyNames({})
+        >>> names.add(["b/2", "a", "b", "b/1"])
+        >>> names.starting("b/"), names.starting("b", after="b/1"), names.starting("", limit=2)
+        (['b/1', 'b/2'], ['b/2'], ['a', 'b'])
+        """
+        if after and after >= prefix:
+            low, inclusive = after, False
+        else:
+            low, inclusive = prefix, True
+        found = self._keys.irange(low, _above(prefix), (inclusive, False))
+        return list(islice(found, limit))
 
     def page(self, prefix: str, after: str = "", limit: int | None = None) -> list[str]:
         """Return the first ``limit`` names that start with ``prefix`` and sort after ``after``. The
@@ -89,7 +76,7 @@ class KeyNames:
         before = [bound[:n] for n in range(1, min(most, MAX_KEY) + 1)]
         entries = merge(*[self._entries_from(key, prefix, after) for key in before])
         following = next(entries, None)
-        for key in self._order.starting(prefix, after, limit):
+        for key in self.starting(prefix, after, limit):
             while following is not None and following < key:
                 yield following
                 following = next(entries, None)

@@ -20,20 +20,6 @@ if TYPE_CHECKING:
     from torchstore_core.server.index.collective.participants import Contribution
     from torchstore_core.server.index.key_history import PutTarget
 
-__all__ = [
-    "Change",
-    "HeldVersion",
-    "Hold",
-    "Manifest",
-    "SessionRecord",
-    "Shards",
-    "Stored",
-    "Txn",
-    "Value",
-    "Versions",
-]
-__all__ += ["Waiter", "all_values", "release", "retain", "values_in"]
-
 _MAX_ENDED_EARLY = 100_000
 
 

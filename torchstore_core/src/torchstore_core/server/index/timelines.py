@@ -18,8 +18,6 @@ from torchstore_core.server.index.records import (
     release,
 )
 
-__all__ = ["Branch", "Timelines"]
-
 # Rewinds of one key that are told apart.
 _MAX_REWINDS = 1024
 

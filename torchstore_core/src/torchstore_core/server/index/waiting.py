@@ -13,8 +13,6 @@ from torchstore_core.server.index.errors import in_vain_error, rewound_error
 from torchstore_core.server.index.records import Stored, Waiter
 from torchstore_core.wire import messages as m
 
-__all__ = ["Waiting"]
-
 _MOST_UNMET = 16
 _MOST_PENDING = 2
 _MOST_NAMES = 256

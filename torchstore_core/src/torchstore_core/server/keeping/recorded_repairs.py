@@ -16,9 +16,10 @@ import msgspec
 
 from torchstore_core.errors import ProtocolError, StoreFullError
 from torchstore_core.server.index.records import SessionRecord, Txn, Value
+from torchstore_core.server.index.stored import stored_values
 from torchstore_core.server.keeping.log import SPARE, SPARE_OF_STEPS
 from torchstore_core.server.memory.volume_record import VolumeRecord
-from torchstore_core.server.repairing.backlog import Backlog, Entry, stored_values
+from torchstore_core.server.repairing.backlog import Backlog, Entry
 from torchstore_core.server.repairing.repairs import Copier, Repairs
 
 __all__ = ["RecordedRepairs"]

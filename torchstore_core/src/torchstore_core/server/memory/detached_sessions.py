@@ -20,8 +20,6 @@ from torchstore_core.wire import messages as m
 if TYPE_CHECKING:
     from torchstore_core.server.controller import Controller
 
-__all__ = ["DetachedSessions"]
-
 
 class DetachedSessions:
     """The detached sessions of one store.

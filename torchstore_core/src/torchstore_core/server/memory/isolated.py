@@ -36,8 +36,6 @@ from torchstore_core.plugins.registry import load_class
 from torchstore_core.wire.framing import HEADER, FrameReader, portable
 from torchstore_core.wire.messages import HANDSHAKE_S
 
-__all__ = ["IsolatedServer"]
-
 log = logging.getLogger(__name__)
 
 _MAX_FRAME = 4 << 20

@@ -16,8 +16,6 @@ from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.columns import FEWEST, LARGE, MOST, kinds_of, pack
 
-__all__ = ["Leases"]
-
 _VALUES = {Value}
 _TENSORS = {TensorMeta}
 

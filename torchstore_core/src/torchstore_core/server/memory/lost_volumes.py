@@ -16,10 +16,9 @@ from torchstore_core.server.index.records import (
     all_values,
     values_in,
 )
+from torchstore_core.server.index.stored import stored_values
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.wire import messages as m
-
-__all__ = ["LostVolumes", "forget_copy", "lost_reason"]
 
 
 class LostVolumes:
@@ -116,19 +115,8 @@ def forget_copy(value: Value, index: int) -> None:
 
 def _every_value(catalog: Catalog, sessions: Iterable[SessionRecord]) -> Iterator[Value]:
     """Yield every value that anything holds; some are yielded several times."""
-    for stored in catalog.newest.values():
-        yield from all_values(stored)
-    for history in catalog.histories.values():
-        for stored in history.kept.values():
-            yield from all_values(stored)
-        for branch in history.branches.values():
-            if branch.base is not None:
-                yield from all_values(branch.base)
-        for generation in history.generations():
-            for contribution in generation.contributions.values():
-                yield from contribution.values
-    for version in catalog.held.values():
-        yield from all_values(version.stored)
+    for found in stored_values(catalog):
+        yield from (value for _, value in found)
     for session in sessions:
         for txn in session.txns.values():
             yield from txn.values

@@ -20,8 +20,6 @@ from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.columns import rounded_sum
 
-__all__ = ["Placement", "checked_items", "find_place", "placed_values", "sizes_of"]
-
 
 def checked_items(items: Sequence[m.PutItem]) -> tuple[int, int, list[int]]:
     """Return :func:`sizes_of` the items, after checking each as :func:`check_item` does."""

@@ -25,8 +25,6 @@ from torchstore_core.machine.virtual_memory import (
     unmap,
 )
 
-__all__ = ["SegmentMemory", "call_from_thread", "open_memory"]
-
 log = logging.getLogger(__name__)
 
 # Small, because a chunk counts as the server's own memory while it is being warmed.

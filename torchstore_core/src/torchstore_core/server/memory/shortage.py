@@ -13,8 +13,6 @@ from torchstore_core.server.memory.allocator import rounded
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.wire import messages as m
 
-__all__ = ["all_lost_error", "full_error", "most_bytes", "session_bytes"]
-
 
 def session_bytes(session: SessionRecord) -> tuple[int, int]:
     """Return the bytes that a session leases, and the bytes of its unfinished puts."""

@@ -13,8 +13,6 @@ from typing import NoReturn, TypeVar
 from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFacts
 from torchstore_core.errors import PluginError
 
-__all__ = ["by_key", "choice", "copies", "order"]
-
 T = TypeVar("T")
 
 # A result with more entries per volume than this, on average, is taken to be endless.

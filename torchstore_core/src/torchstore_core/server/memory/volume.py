@@ -23,8 +23,6 @@ from torchstore_core.server.memory.isolated import IsolatedServer
 from torchstore_core.server.memory.segment import SegmentMemory
 from torchstore_core.wire import messages as m
 
-__all__ = ["Volume", "default_capacity", "default_prefault"]
-
 log = logging.getLogger(__name__)
 
 _GIB = 1 << 30

@@ -12,8 +12,6 @@ from torchstore_core.contracts.strategy import VolumeFacts
 from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.wire import messages as m
 
-__all__ = ["Halves", "SegmentView", "VolumeRecord"]
-
 
 class SegmentView(Protocol):
     """The part of a segment's interface that the controller needs (see ``memory.segment``)."""

@@ -35,8 +35,6 @@ from torchstore_core.wire import framing
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import FrameReader, encode, portable
 
-__all__ = ["RETURN_S", "AttachedHalves", "AttachedMemory", "AttachedVolume", "KnownVolume"]
-__all__ += ["VolumeConnection"]
 
 log = logging.getLogger(__name__)
 

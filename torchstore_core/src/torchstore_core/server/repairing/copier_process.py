@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-__all__ = ["CopierProcess"]
-
 log = logging.getLogger(__name__)
 
 

@@ -10,8 +10,6 @@ from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.repairing.repairs import Repairs
 from torchstore_core.wire import messages as m
 
-__all__ = ["Drains"]
-
 # How often is looked again for values on a volume that should be empty by now, in seconds.
 _FIRST_S, _LONGEST_S = 1.0, 30.0
 

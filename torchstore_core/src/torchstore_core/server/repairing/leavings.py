@@ -17,8 +17,6 @@ from torchstore_core.server.memory.allocator import rounded
 from torchstore_core.server.memory.lost_volumes import forget_copy
 from torchstore_core.server.memory.volume_record import VolumeRecord
 
-__all__ = ["Leavings"]
-
 # The token of a session, the id of a lease, and the position in the lease.
 _Reader = tuple[bytes, int, int]
 

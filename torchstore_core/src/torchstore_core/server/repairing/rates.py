@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 
-__all__ = ["Rate"]
-
 _WINDOW_S = 10.0
 
 

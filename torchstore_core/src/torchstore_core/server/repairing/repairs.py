@@ -23,22 +23,15 @@ from torchstore_core.reports.bandwidths import DEFAULT_BANDWIDTH
 from torchstore_core.reports.repairs import RepairStatus
 from torchstore_core.server.index.catalog import Catalog
 from torchstore_core.server.index.records import SessionRecord, Txn, Value
+from torchstore_core.server.index.stored import named_values, stored_values
 from torchstore_core.server.memory.allocator import rounded
 from torchstore_core.server.memory.leases import Leases
 from torchstore_core.server.memory.volume_record import VolumeRecord
-from torchstore_core.server.repairing.backlog import (
-    Backlog,
-    Entry,
-    Parked,
-    named_values,
-    stored_values,
-)
+from torchstore_core.server.repairing.backlog import Backlog, Entry, Parked
 from torchstore_core.server.repairing.leavings import Leavings
 from torchstore_core.server.repairing.rates import Rate
 from torchstore_core.server.repairing.targets import Targets
 from torchstore_core.wire import messages as m
-
-__all__ = ["Copier", "Repairs", "StartsCopier"]
 
 log = logging.getLogger(__name__)
 

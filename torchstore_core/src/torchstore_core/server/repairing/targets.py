@@ -12,8 +12,6 @@ from torchstore_core.server.memory import strategy_calls
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.repairing.backlog import Entry
 
-__all__ = ["Targets"]
-
 log = logging.getLogger(__name__)
 
 

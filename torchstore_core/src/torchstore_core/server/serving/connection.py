@@ -17,8 +17,6 @@ from torchstore_core.wire import messages as m
 if TYPE_CHECKING:
     from torchstore_core.server.server import Server
 
-__all__ = ["Connection"]
-
 _HELLO_TIMEOUT_S = 10.0
 
 

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from torchstore_core.server.controller import Controller
     from torchstore_core.server.server import Server
 
-__all__ = ["Conversation"]
-
 log = logging.getLogger(__name__)
 
 # Requests that are handled although their sender has gone: they concern others, or free memory.

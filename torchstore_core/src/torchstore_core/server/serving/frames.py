@@ -11,8 +11,6 @@ from torchstore_core.errors import ProtocolError
 from torchstore_core.machine.processes import ProcessWatch
 from torchstore_core.wire.framing import FrameReader
 
-__all__ = ["ClientSocket", "FrameProtocol"]
-
 
 class FrameProtocol(asyncio.Protocol):
     """Splits received data into frames, and sends frames as long as the socket is open.

@@ -25,8 +25,6 @@ from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import portable
 
-__all__ = ["Handshakes"]
-
 log = logging.getLogger(__name__)
 
 # The limit on a session's unanswered handshakes, in bytes, and the bytes that each of them counts

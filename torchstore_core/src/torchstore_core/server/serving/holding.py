@@ -20,8 +20,6 @@ from torchstore_core.wire import messages as m
 if TYPE_CHECKING:
     from torchstore_core.server.controller import Controller
 
-__all__ = ["GRACE", "HOLD_REQUESTS", "answer_holds", "grace_s", "is_holder"]
-
 #: The requests that :func:`answer_holds` answers.
 HOLD_REQUESTS = (
     *(m.Hold, m.Unhold, m.Lend, m.LendAll, m.Adopt, m.Claim, m.Contain),

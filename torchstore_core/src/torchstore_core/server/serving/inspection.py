@@ -15,8 +15,6 @@ from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.values import TensorSlice
 from torchstore_core.wire import messages as m
 
-__all__ = ["listing", "session_status", "stat", "unfinished", "volume_status"]
-
 
 def stat(catalog: Catalog, volumes: Sequence[VolumeRecord], key: str, version: int = 0) -> Found:
     """Return what is known about one key, at a version; 0: the newest.

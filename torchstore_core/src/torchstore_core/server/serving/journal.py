@@ -15,9 +15,6 @@ from torchstore_core.machine import topology
 from torchstore_core.server.index.records import SessionRecord
 from torchstore_core.server.memory.volume_record import VolumeRecord
 
-__all__ = ["LOG_LEVEL", "Refusals", "client_joined", "client_left", "journal", "log_to_stderr"]
-__all__ += ["more_than_memory", "process_died", "restored", "started", "stopped", "volume_lost"]
-
 #: The logger. Its name never changes, so that a logging configuration can refer to it.
 journal = logging.getLogger("torchstore.server")
 

@@ -18,8 +18,6 @@ from torchstore_core.errors import ProtocolError
 from torchstore_core.wire.framing import HEADER
 from torchstore_core.wire.messages import MAX_LIVENESS_FRAME
 
-__all__ = ["KeptReader"]
-
 _PEEK = MAX_LIVENESS_FRAME + HEADER
 # How soon to look for the rest of a frame of which only the beginning has arrived.
 _REST_S = 0.001

@@ -20,8 +20,6 @@ from collections.abc import Callable
 from torchstore_core.machine.sockets.unix import peer
 from torchstore_core.server.serving.journal import journal
 
-__all__ = ["Listener", "Take", "raise_descriptor_limit", "speaking"]
-
 log = logging.getLogger(__name__)
 
 #: Takes an accepted connection and the id of the process at its other end (0: unknown).

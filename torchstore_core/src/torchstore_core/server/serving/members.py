@@ -13,8 +13,6 @@ from torchstore_core.contracts.engine import MEMBER_ROLE
 from torchstore_core.errors import StoreClosedError
 from torchstore_core.server.index.records import SessionRecord
 
-__all__ = ["Members", "is_member"]
-
 
 def is_member(session: SessionRecord) -> bool:
     """Return whether the session is a member's, which keeps the server running."""

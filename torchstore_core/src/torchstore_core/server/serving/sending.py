@@ -10,8 +10,6 @@ from torchstore_core.server.index.records import Versions
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.paging import first_frame, frames
 
-__all__ = ["Sender", "committed", "granted"]
-
 
 class Sender:
     """Sends the messages of one conversation.

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from torchstore_core.machine.sockets import rows as socket_rows
+from torchstore_transports.tcp.wire import rows as socket_rows
 from torchstore_transports.tcp.wire.memory import Piece, incoming, outgoing
 
 __all__ = ["STALL_S", "Connection", "tune"]

@@ -1,4 +1,4 @@
-"""Pieces of memory as buffers, for what compiled code cannot do (``machine/sockets/rows.py``): TLS,
+"""Pieces of memory as buffers, for what compiled code cannot do (``tcp/wire/rows.py``): TLS,
 checksums, and an installation without a compiler.
 
 Short rows go through a buffer of the thread, one part at a time, so that the buffer stays in the

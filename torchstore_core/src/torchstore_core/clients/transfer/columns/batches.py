@@ -15,8 +15,6 @@ from torchstore_core.clients.values.tensors import dtype_of
 from torchstore_core.errors import TransportError
 from torchstore_core.values import TensorMeta
 
-__all__ = ["ColumnsGet", "ColumnsPut", "NotPlainError"]
-
 # So many tensors are inspected at a time: meanwhile, those before them are copied.
 _AT_ONCE = 2048
 

@@ -17,8 +17,6 @@ from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.columns import FEWEST, spread
 
-__all__ = ["Named", "batch_of", "entries_of", "names_and_tensors"]
-
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 

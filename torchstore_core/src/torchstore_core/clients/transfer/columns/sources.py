@@ -14,8 +14,6 @@ from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.columns import FEWEST, LARGE, kinds_of
 
-__all__ = ["TensorColumns", "are_names", "keys_of", "tensor_columns", "total"]
-
 _STR = {str}
 
 

@@ -34,8 +34,6 @@ from torchstore_core.server.index.records import (
 from torchstore_core.values import TensorMeta, ValueMeta
 from torchstore_core.wire import messages as m
 
-__all__ = ["Generation"]
-
 _MAX_SHOWN = 100
 
 

@@ -10,8 +10,6 @@ import msgspec
 from torchstore_core.server.index.records import SessionRecord, Value
 from torchstore_core.values import ValueMeta
 
-__all__ = ["Contribution", "Participant", "PutSequence"]
-
 # Limits on what a sequence remembers: its latest versions, its participants, and the latest
 # sessions of each participant.
 _MAX_VERSIONS = 1024

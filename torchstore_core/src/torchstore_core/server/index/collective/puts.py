@@ -24,8 +24,6 @@ from torchstore_core.server.index.records import SessionRecord, Txn, Value
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
 
-__all__ = ["CollectivePut"]
-
 # Versions that follow this one still fit the integers of the wire format.
 _MAX_VERSION = 1 << 63
 

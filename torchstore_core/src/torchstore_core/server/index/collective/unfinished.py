@@ -32,8 +32,6 @@ from torchstore_core.server.index.records import (
 from torchstore_core.server.index.timelines import Branch
 from torchstore_core.wire import messages as m
 
-__all__ = ["UnfinishedVersions"]
-
 
 class UnfinishedVersions:
     """The transitions of versions that several puts make together, up to their place in a catalog.

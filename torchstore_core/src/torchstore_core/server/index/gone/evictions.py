@@ -14,8 +14,6 @@ from torchstore_core.server.index.records import Manifest, Stored, Value, all_va
 if TYPE_CHECKING:
     from torchstore_core.server.index.catalog import Catalog
 
-__all__ = ["Evictions"]
-
 # Keys of which it is remembered that they were evicted.
 _MAX_REMEMBERED = 4096
 

@@ -37,8 +37,6 @@ from torchstore_core.server.index.records import (
 from torchstore_core.values import ObjectMeta
 from torchstore_core.wire import messages as m
 
-__all__ = ["DEFAULT_GRACE_S", "READ_REST_S", "Holds"]
-
 #: How long a reference in flight is kept after its sender has ended, and after it was received.
 DEFAULT_GRACE_S = 10.0
 #: How long it is kept after it was received when memory is full.

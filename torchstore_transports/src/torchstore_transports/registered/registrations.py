@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from torchstore_core.errors import TorchStoreError
-from torchstore_core.machine.memory_locks import MemoryLock, acquire, release
+from torchstore_transports.registered.memory_locks import MemoryLock, acquire, release
 
 __all__ = ["SMALLEST", "Held", "Registrations"]
 

@@ -9,8 +9,6 @@ from torchstore_core.errors import DrainError, StoreTimeoutError, UnsupportedVal
 from torchstore_core.reports.repairs import DrainReport
 from torchstore_core.wire import messages as m
 
-__all__ = ["VolumeOperations"]
-
 # How long until the server is asked again how far it is, in seconds.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 

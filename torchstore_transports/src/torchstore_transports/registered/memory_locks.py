@@ -7,14 +7,20 @@ nobody else has locked them in the meantime, they are the same pages.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import mmap
 import threading
 from bisect import bisect_left, insort
 
-from torchstore_core.machine.virtual_memory import is_locked, lock, unlock
+__all__ = ["MemoryLock", "acquire", "is_locked", "lock", "release", "unlock"]
 
-__all__ = ["MemoryLock", "acquire", "release"]
-
+_libc = ctypes.CDLL(None, use_errno=True)
+_mlock, _munlock = _libc.mlock, _libc.munlock
+_mlock.argtypes = _munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_msync = _libc.msync
+_msync.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MS_INVALIDATE = 2
 _PAGE = mmap.PAGESIZE
 # Of locked memory, one page in so many bytes is looked at: malloc gives back whole blocks.
 _PROBE = 2 << 20
@@ -90,3 +96,23 @@ def _forget(held: MemoryLock) -> None:
     del _locks[held.first]
     del _firsts[bisect_left(_firsts, held.first)]
     unlock(held.first, held.nbytes)
+
+
+def lock(address: int, nbytes: int) -> bool:
+    """Lock a page-aligned range, so that its pages stay while it is mapped. Returns False if the
+    kernel refuses (the limit of locked memory).
+    """
+    return int(_mlock(address, nbytes)) == 0
+
+
+def unlock(address: int, nbytes: int) -> None:
+    """Undo :func:`lock`. What is not mapped any more is left alone."""
+    _munlock(address, nbytes)
+
+
+def is_locked(address: int) -> bool:
+    """Whether the page at a page-aligned address is locked. A lock ends with the mapping, so a page
+    that was locked and is not any more may be another one.
+    """
+    failed = _msync(address, mmap.PAGESIZE, _MS_INVALIDATE)
+    return bool(failed) and ctypes.get_errno() == errno.EBUSY

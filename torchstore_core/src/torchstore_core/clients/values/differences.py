@@ -1,0 +1,55 @@
+"""How a state dict differs from the one that it is to fill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torchstore_core.errors import LayoutMismatchError
+from torchstore_core.values import ObjectRef
+
+
+@dataclass
+class StateDictReport:
+    """The differences between a stored state dict and the one to fill.
+
+    Args:
+        missing: entries to fill that are not stored.
+        unexpected: stored entries that have no destination.
+        mismatched: for each entry that does not fit, by name, the reason.
+        version: the version that was read.
+        ref: the same as a ref, for ``after=`` of the next call; None before there is one.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: dict[str, str] = field(default_factory=dict)
+    version: int = 0
+    ref: ObjectRef | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.mismatched)
+
+    def __str__(self) -> str:
+        parts: list[str] = []
+        for what, names in (("missing", self.missing), ("unexpected", self.unexpected)):
+            if names:
+                parts.append(f"{len(names)} {what}: {', '.join(map(repr, names))}")
+        if self.mismatched:
+            why = "; ".join(self.mismatched.values())
+            parts.append(f"{len(self.mismatched)} mismatched: {why}")
+        return "; ".join(parts) or "everything matched"
+
+
+def mismatch_error(
+    what: str, report: StateDictReport, key: str | None = None
+) -> LayoutMismatchError:
+    """Return an error that lists everything that is wrong with a destination of ``what``."""
+    return LayoutMismatchError(
+        f"{what} does not match; nothing was written. {report}",
+        key=key,
+        details={
+            "missing": report.missing,
+            "unexpected": report.unexpected,
+            "mismatched": report.mismatched,
+        },
+    )

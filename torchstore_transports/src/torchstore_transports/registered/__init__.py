@@ -1,0 +1,3 @@
+"""Memory that transports register with a device or a library. This package is a library; it
+registers no transport.
+"""
