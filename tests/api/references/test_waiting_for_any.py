@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import time
 from typing import Any
 
 import pytest
 import torch
-from tests.support import running_store
+from tests.support import running_store, until
 
 import torchstore_core as ts
 
@@ -112,3 +115,44 @@ async def test_a_keeper_is_a_bool(wrong: Any) -> None:
     for call in (ts.initialize, ts.connect_or_initialize):
         with pytest.raises(ts.ConfigurationError, match="keeper is a bool"):
             await call(store_name="kept", keeper=wrong)
+
+
+async def test_a_version_of_a_run_that_was_rewound_is_not_waited_for(shared: ts.Client) -> None:
+    kept = await ts.put_state_dict({"w": 1}, "run", version=50, keep=3)
+    old = await ts.put_state_dict({"w": 2}, "run", version=52, keep=3)
+    future = ts.ObjectRef("run", 53, old.incarnation, old.timeline)
+    entry = ts.ObjectRef("run/w", 53, old.incarnation, old.timeline)
+    asked = (await ts.status()).operations.get("WaitAny", 0)
+    waiting = asyncio.create_task(ts.wait_any([future, entry], num_returns=2, timeout=20))
+    await until(lambda: _has_asked(asked + 1))
+    new = await ts.put_state_dict({"w": 3}, "run", version=51, rewind=True, keep=3)
+    assert await waiting == ([future, entry], [])
+    refs = [old, future, kept, new]
+    assert await ts.wait_any(refs, num_returns=4, timeout=20) == (refs, [])
+    with pytest.raises(ts.VersionGoneError, match="rewound"):
+        await ts.get(old)
+    # What the new run will put is waited for, also as a number without a history.
+    pending = [ts.ObjectRef("run", 52, new.incarnation, new.timeline), ts.ObjectRef("run", 53)]
+    assert await ts.wait_any(pending, num_returns=2, timeout=0.01) == ([], pending)
+    await ts.put_state_dict({"w": 4}, "run", version=53, keep=3)
+    assert await ts.wait_any(pending, num_returns=2, timeout=20) == (pending, [])
+    await ts.delete("run")
+
+
+async def _has_asked(times: int) -> bool:
+    return (await ts.status()).operations.get("WaitAny", 0) >= times
+
+
+@pytest.mark.local_only
+async def test_a_server_that_is_stopped_is_not_waited_for_much_longer_than_the_timeout() -> None:
+    async with running_store(timeout=20, capacity=8 << 20, store_name="stopped") as store:
+        await store.put("here", 1)
+        server = (await store.status()).controller_pid
+        os.kill(server, signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            with pytest.raises(ts.StoreTimeoutError, match="it is stopped, or busy"):
+                await store.wait_any(["here"], timeout=0.2)
+            assert time.monotonic() - began < 8
+        finally:
+            os.kill(server, signal.SIGCONT)

@@ -24,7 +24,6 @@ from torchstore_core.errors import (
 )
 from torchstore_core.machine.processes import is_exiting
 
-
 log = logging.getLogger(__name__)
 
 _KILL_AFTER_S = 3.0

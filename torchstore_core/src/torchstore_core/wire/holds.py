@@ -95,12 +95,13 @@ class Free(Message, frozen=True, tag="free"):
 
 
 class WaitAny(Message, frozen=True, tag="wait-any"):
-    """Reply ``Flags``, one for each pair of a key and its lowest version, once at least ``count``
-    of them can be read, or are known to be gone. Objects without a key always are one of the two.
+    """Reply ``Flags``, one for each key, its lowest version and its timeline (-1: any), once at
+    least ``count`` of them can be read, or are known to be gone. Objects without a key always are
+    one of the two.
     """
 
     id: int
-    refs: list[tuple[str, int]]
+    refs: list[tuple[str, int, int]]
     count: int
 
 

@@ -20,8 +20,9 @@ from torchstore_core.reports.refs import RefReport
 from torchstore_core.values import ObjectRef
 from torchstore_core.wire import messages as m
 
-#: How long the server may take to say what is ready when the time is over, in seconds.
-STATE_S = 10.0
+#: How long the server may take to say what is ready when the time is over, in seconds: as long as
+#: one that comes back with a million keys.
+STATE_S = 3.0
 AnyRef = str | ObjectRef | HeldRef
 R = TypeVar("R", str, ObjectRef, HeldRef, AnyRef)
 
@@ -68,8 +69,8 @@ class ReferenceOperations(KeyOperations):
 
         Args:
             refs: keys, which are ready when they have a complete version; ``ObjectRef``, which are
-                ready when their key has, or ever had, that version or a newer one; ``HeldRef``,
-                which always are. Each at most once.
+                ready when their key has, or ever had, that version or a newer one, or was rewound
+                to before it; ``HeldRef``, which always are. Each at most once.
             num_returns: how many to wait for.
             timeout: seconds after which this returns with fewer; 0: at once; None: it takes as long
                 as it takes, whatever the store's timeout is.
@@ -178,14 +179,14 @@ def _named(ref: object) -> ObjectRef:
     return ref
 
 
-def _awaited(ref: AnyRef, incarnation: int) -> tuple[str, int]:
-    """The key and the version to wait for. What is held, or of another incarnation and so gone for
-    good, is like an object without a key: there is nothing to wait for.
+def _awaited(ref: AnyRef, incarnation: int) -> tuple[str, int, int]:
+    """The key, the version and the timeline to wait for. What is held, or of another incarnation
+    and so gone for good, is like an object without a key: there is nothing to wait for.
     """
     of = _named(ref)
     if isinstance(ref, HeldRef) or of.incarnation not in (0, incarnation):
-        return "", 1
-    return of.key, of.version
+        return "", 1, -1
+    return of.key, of.version, of.timeline if of.incarnation else -1
 
 
 def _listed(refs: Iterable[R]) -> list[R]:

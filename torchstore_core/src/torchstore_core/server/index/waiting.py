@@ -64,14 +64,14 @@ class Waiting:
         return waiter
 
     def add_any(
-        self, refs: list[tuple[str, int]], count: int, reply: Callable[[list[bool]], None]
+        self, refs: list[tuple[str, int, int]], count: int, reply: Callable[[list[bool]], None]
     ) -> Waiter | None:
-        """Call ``reply`` with a flag for each key and its lowest version, once ``count`` of them
-        are there; None if they are already.
+        """Call ``reply`` with a flag for each key, its lowest version and its timeline, once
+        ``count`` of them are there; None if they are already.
         """
 
         def look() -> bool:
-            flags = [self._is_there(key, version) for key, version in refs]
+            flags = [self._is_there(*ref) for ref in refs]
             if sum(flags) < count:
                 return False
             reply(flags)
@@ -79,16 +79,17 @@ class Waiting:
 
         if look():
             return None
-        waiter = Waiter([key for key, _ in refs], 0, lambda versions: None, look=look)
+        waiter = Waiter([ref[0] for ref in refs], 0, lambda versions: None, look=look)
         for key in waiter.keys:
             self._by_key.setdefault(key, {})[waiter] = None
         return waiter
 
-    def _is_there(self, key: str, version: int) -> bool:
+    def _is_there(self, key: str, version: int, timeline: int) -> bool:
         """Whether there is no need to wait: the key (version 0) can be read, or the version can,
-        or a newer one, or it is gone for good. An object without a key always is one of these.
+        or a newer one, or it is gone for good, as is one of a timeline that the key has left (-1:
+        any will do). An object without a key always is one of these.
         """
-        if not key:
+        if not key or (timeline >= 0 and self._catalog.timeline(key, version) != timeline):
             return True
         found = self._catalog.find(key)
         if version:

@@ -35,7 +35,6 @@ from torchstore_core.wire import framing
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import FrameReader, encode, portable
 
-
 log = logging.getLogger(__name__)
 
 #: How long a server that has come back waits for a volume. As long as for a relay that is silent.

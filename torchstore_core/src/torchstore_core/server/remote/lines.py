@@ -15,7 +15,6 @@ from torchstore_core.machine.sockets.unix import connect, unix_socket
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import HEADER, encode
 
-
 log = logging.getLogger(__name__)
 
 
