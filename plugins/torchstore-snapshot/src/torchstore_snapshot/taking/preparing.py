@@ -181,15 +181,15 @@ def agree(
         error = caught
     try:
         proposals = ranks.exchange(proposal, _Proposal, error)
+        everyone = [(p.held, p.alone) for p in proposals]
+        if ranks.size == 1:
+            everyone = [holdings(items)]
+        named = [each for p in proposals for each in p.named]
+        return Agreed(proposals[0], ranks, keys, items, everyone, options, base, claim, named)
     except BaseException:
         if claim is not None:
             claim.release()
         raise
-    everyone = [(p.held, p.alone) for p in proposals]
-    if ranks.size == 1:
-        everyone = [holdings(items)]
-    named = [each for p in proposals for each in p.named]
-    return Agreed(proposals[0], ranks, keys, items, everyone, options, base, claim, named)
 
 
 def plan(agreed: Agreed) -> Prepared:
