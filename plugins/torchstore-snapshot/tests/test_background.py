@@ -69,6 +69,17 @@ def test_a_take_that_is_larger_than_its_budget_is_whole(tmp_path: Path) -> None:
     assert holds(pending.wait(60), own)
 
 
+def test_a_take_that_blocks_has_a_budget_too(tmp_path: Path) -> None:
+    """It stages nothing, so that options for one kind of take are good for the other."""
+    own = state(3)
+    assert holds(Snapshot.take(tmp_path / "s", {"m": own}, memory_budget=1, fsync=False), own)
+    for wrong in (0, -1, 1.5):
+        with pytest.raises(ts.ConfigurationError, match="memory_budget"):
+            Snapshot.take(tmp_path / "t", {"m": own}, memory_budget=wrong)
+        with pytest.raises(ts.ConfigurationError, match="memory_budget"):
+            Snapshot.async_take(tmp_path / "t", {"m": own}, memory_budget=wrong)  # type: ignore[arg-type]
+
+
 def test_batches_are_within_the_budget(tmp_path: Path) -> None:
     limit = 64 << 20
     app_state = {"m": state(3, numel=20 << 20)}

@@ -153,18 +153,26 @@ def test_containers_have_the_types_that_the_object_has(tmp_path: Path) -> None:
         optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=1.0)
         return torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3, 3])
 
+    def phases(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.SequentialLR:
+        each = [torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 1]) for _ in range(2)]
+        return torch.optim.lr_scheduler.SequentialLR(optimizer, each, [3])
+
     before, after = scheduler(), scheduler()
-    before.optimizer.step()
+    first, second = phases(before.optimizer), phases(after.optimizer)
+    first.optimizer.step()
+    first.step()
     before.step()
-    state: dict[str, Any] = {"s": before, "m": made(1)}
+    state: dict[str, Any] = {"s": before, "m": made(1), "p": first}
     snapshot = Snapshot.take(tmp_path / "s", state, fsync=False)
     own = made(1)
     own["lists"]["a"][0] = own["n"] = 5
     own["pair"].left.zero_()
-    into: dict[str, Any] = {"s": after, "m": own}
+    into: dict[str, Any] = {"s": after, "m": own, "p": second}
     snapshot.restore(into)
     assert after.state_dict() == before.state_dict()
     assert type(after.milestones) is Counter
+    assert second.state_dict() == first.state_dict()
+    assert type(second.state_dict()["_schedulers"][1]["milestones"]) is Counter
     assert own["lists"] == {"a": [1]}
     assert own["lists"]["new"] == []
     assert own["inner"][:2] == [{"c": Counter([1])}, OrderedDict(b=1)]

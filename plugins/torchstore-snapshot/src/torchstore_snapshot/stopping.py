@@ -59,11 +59,13 @@ class Stop:
 
     def run(self, call: Callable[[], T]) -> T:
         """Make a call that may be stopped, in this thread."""
-        token = _current.set(self)
-        try:
+
+        def made() -> T:
+            _current.set(self)
             return call()
-        finally:
-            _current.reset(token)
+
+        # In a context of its own: whenever a signal raises, nothing later is stopped with it.
+        return contextvars.copy_context().run(made)
 
     @contextmanager
     def calling(self, call: Callable[[], None]) -> Iterator[None]:

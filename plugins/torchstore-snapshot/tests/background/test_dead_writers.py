@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support import SMALL
 
 from torchstore_core import blocking
+from torchstore_core.errors import StoreClosedError
 from torchstore_snapshot import Series, Snapshot, SnapshotWriterError, StateDict, gc
+from torchstore_snapshot.background.job import STORE, _wait_released
 from torchstore_snapshot.background.process import the_writer
 from torchstore_snapshot.background.stores import own_name
 
@@ -55,3 +58,13 @@ def test_a_store_that_ends_before_everything_is_written(tmp_path: Path) -> None:
         pending.wait(60)
     assert raised.value.details["path"] == str(tmp_path / "s")
     Snapshot.async_take(tmp_path / "s", state, fsync=False).wait(60)
+
+
+def test_a_store_may_end_when_everything_was_read() -> None:
+    """The writer has the bytes: that it waits for the store's memory is no reason to fail."""
+    client = blocking.initialize(store_name="ends", **SMALL)
+    address = client.address
+    blocking.shutdown("ends")
+    with pytest.raises(StoreClosedError):
+        blocking.connect(address, store_name=STORE)
+    _wait_released(address)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import linecache
 import os
 import signal
+import sys
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -171,3 +175,67 @@ async def test_a_cancelled_restore_writes_nothing_more(tmp_path: Path) -> None:
     target.zero_()
     await snapshot.restore({"m": StateDict(n=0)}, strict=False)
     assert int(target.sum()) == 0
+
+
+class _Interrupt:
+    """Raises KeyboardInterrupt where a function of the package is about to run its line number
+    ``number``, as a signal may.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+
+    def __enter__(self) -> _Interrupt:
+        self._before = sys.gettrace()
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+    def _called(self, frame: FrameType, event: str, arg: Any) -> Any:
+        where = Path(frame.f_code.co_filename).name, frame.f_code.co_name
+        return self._line if where in _BEGINNING else None
+
+    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
+        code = linecache.getline(frame.f_code.co_filename, frame.f_lineno).split()
+        # Where a block begins or ends, there is nothing that a signal could come after.
+        if event == "line" and code[0] not in ("try:", "with"):
+            self._left -= 1
+            if not self._left:
+                raise KeyboardInterrupt(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        return self._line
+
+
+# What makes the claim of a take, and what can be stopped.
+_BEGINNING = {
+    ("claims.py", "begin"),
+    ("claims.py", "__init__"),
+    ("claims.py", "_start"),
+    ("local.py", "publish"),
+    ("preparing.py", "agree"),
+    ("stopping.py", "made"),
+    ("stopping.py", "run"),
+}
+
+
+def test_an_interrupt_at_any_moment_of_the_beginning_leaves_nothing(tmp_path: Path) -> None:
+    state = {"m": StateDict(w=torch.ones(9), n=1)}
+    number = interrupted = 0
+    while True:
+        number += 1
+        folder, where = tmp_path / str(number), ""
+        with _Interrupt(number) as interrupt:
+            try:
+                Snapshot.take(folder, state, fsync=False)
+            except KeyboardInterrupt as error:
+                where = str(error)
+        if interrupt._left > 0:
+            break
+        interrupted += bool(where)
+        # From when it is about to be committed, the files of a take stay; see take().
+        left = os.listdir(folder) if folder.exists() else ["-"]
+        assert left, where
+        assert not [name for name in left if name.startswith(".")], where
+    assert interrupted > 30
+    assert Snapshot(tmp_path / str(number)).verify() == {}

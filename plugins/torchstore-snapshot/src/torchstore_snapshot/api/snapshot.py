@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchstore_core.clients.state_dicts.getting import StateDictReport
@@ -111,7 +110,9 @@ class Snapshot:
             storage_options: as for the class.
             options: ``file_max``, bytes of tensors in one file (2 GiB); ``threads``, how many
                 threads write (the number of copy threads); ``progress``, True for a bar on a
-                terminal, or a function of the bytes that are done and of all bytes.
+                terminal, or a function of the bytes that are done and of all bytes;
+                ``memory_budget``, as for :meth:`async_take`: this call stages nothing, and has a
+                few buffers of 4 MiB for each thread.
 
         Raises:
             SnapshotExistsError: there is a snapshot already.
@@ -169,12 +170,16 @@ class Snapshot:
         """
         given = None if base is None else os.fspath(base)
         chosen = _options(
-            overwrite=overwrite, fsync=fsync, allow_pickle=allow_pickle, base=given, **options
+            memory_budget=memory_budget,
+            overwrite=overwrite,
+            fsync=fsync,
+            allow_pickle=allow_pickle,
+            base=given,
+            **options,
         )
-        check = partial(allowed, memory_budget)
         with using(storage_options):
-            agreed = agree(os.fspath(path), app_state, Ranks(pg), replicated, chosen, check)
-            future = begin(agreed, memory_budget)
+            agreed = agree(os.fspath(path), app_state, Ranks(pg), replicated, chosen, allowed)
+            future = begin(agreed)
         url = agreed.first.url
         made = cls(url, pg, allow_pickle=allow_pickle, storage_options=storage_options)
         return PendingSnapshot(made, future)

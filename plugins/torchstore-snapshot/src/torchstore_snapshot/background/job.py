@@ -189,8 +189,8 @@ def _wait_released(address: str) -> None:
     """Wait until the store has the memory of what was written: the program, which is told next,
     stages more at once, and would take memory beyond the budget.
     """
-    client = ts.connect(address, store_name=STORE)
     with contextlib.suppress(TorchStoreError):  # the store has ended; what was read is written
+        client = ts.connect(address, store_name=STORE)
         thread_loops.run(wait_released(client._client, _RELEASE_S), "async_take")
 
 

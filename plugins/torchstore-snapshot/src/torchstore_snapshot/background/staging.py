@@ -69,16 +69,13 @@ def warm_up(nbytes: int | None = None) -> None:
         asyncio.run_coroutine_threadsafe(own_store(nbytes), thread_loops.background())
 
 
-def allowed(memory_budget: int | None, storage: Storage) -> None:
-    """Check what a take in the background requires of its arguments.
+def allowed(storage: Storage) -> None:
+    """Check what a take in the background requires of its storage.
 
     Raises:
-        ConfigurationError: the budget is not a positive number, or another process would not see
-            the storage, or cannot be sent what it is opened with.
+        ConfigurationError: another process would not see it, or cannot be sent what it is opened
+            with.
     """
-    budget: object = memory_budget
-    if budget is not None and (type(budget) is not int or budget < 1):
-        raise ConfigurationError(f"memory_budget is an int above 0, not {budget!r}")
     if isinstance(storage, RemoteStorage) and not storage.shared:
         raise ConfigurationError(
             f"async_take writes in another process, which does not see {storage.url!r}; use take"
@@ -87,15 +84,14 @@ def allowed(memory_budget: int | None, storage: Storage) -> None:
         settings_for(storage.url)
 
 
-def begin(agreed: Agreed, memory_budget: int | None) -> Future[None]:
+def begin(agreed: Agreed) -> Future[None]:
     """Stage everything that this rank writes, and return when its tensors may be changed.
 
     If this raises, be it because it was interrupted or stopped, no tensor is read any more, nothing
     is committed, and the other ranks are told.
 
-    Args:
-        memory_budget: bytes that may be staged at a time; None: half of what is free. If there is
-            more to write, this call takes as long as writing what goes beyond it.
+    If there is more to write than may be staged at a time, this call takes as long as writing what
+    goes beyond it.
 
     Returns:
         What has a result when the snapshot is committed.
@@ -106,6 +102,7 @@ def begin(agreed: Agreed, memory_budget: int | None) -> Future[None]:
         StoreFullError: not even a part of it fits into the store.
         SnapshotWriterError: the writer process has ended.
     """
+    memory_budget = agreed.options.memory_budget
     stage = _Stage(agreed, budget=memory_budget is not None)
     error: BaseException | None = None
     limit = int(available_memory() * _SHARE) if memory_budget is None else memory_budget

@@ -222,7 +222,8 @@ class Claim:
             except BaseException as error:
                 tries += 1
                 if not isinstance(error, FileNotFoundError) or tries == _TRIES:
-                    storage.remove_if_empty(made)
+                    with contextlib.suppress(OSError, TorchStoreError):
+                        _remove(storage, take, made)  # an interrupt may come when it is there
                     raise
                 # A garbage collection, or a take that failed, has removed the empty folder.
 

@@ -185,8 +185,9 @@ class LocalStorage:
 
     def publish(self, name: str, data: bytes, *, take: str, overwrite: bool, durable: bool) -> None:
         whole = self._in(temporary(name, take))
-        writer = LocalWriter(whole, len(data))
+        writer: LocalWriter | None = None
         try:
+            writer = LocalWriter(whole, len(data))
             writer.write(0, data)
             writer.close(durable=durable)
             if durable:
@@ -200,7 +201,8 @@ class LocalStorage:
             if durable:
                 _flush(self._path)
         except BaseException:
-            writer.abort()
+            if writer is not None:
+                writer.abort()
             with contextlib.suppress(OSError):
                 os.unlink(whole)
             raise

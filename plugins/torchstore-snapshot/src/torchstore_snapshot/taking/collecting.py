@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,8 +24,8 @@ from torchstore_core.clients.values.sharding import (
     outline,
 )
 from torchstore_core.clients.values.tensors import describe, dtype_name, storable
-from torchstore_core.errors import UnsupportedValueError
-from torchstore_core.values import TensorSlice
+from torchstore_core.errors import UnsafeObjectError, UnsupportedValueError
+from torchstore_core.values import ObjectMeta, TensorSlice
 from torchstore_snapshot.api.stateful import AppState, RNGState, checked
 
 if TYPE_CHECKING:
@@ -148,7 +150,7 @@ def collect_values(
             )
             value = leaf.value
             if not (isinstance(value, torch.Tensor) or is_sharded(value)):
-                meta, data = encode_object(path, value, allow_pickle=allow_pickle)
+                meta, data = _encoded(path, value, allow_pickle=allow_pickle)
                 items.append(
                     Item(key, leaf.name, leaf.path, codec=meta.codec, data=data, common=shared)
                 )
@@ -162,6 +164,45 @@ def collect_values(
                 made = made._replace(tied=first)
             items.append(made)
     return items
+
+
+def _encoded(path: str, value: Any, *, allow_pickle: bool) -> tuple[ObjectMeta, bytes]:
+    """Encode a value that is no tensor. Without pickle, dicts of the standard library are plain
+    ones; a restore gives them their types again.
+
+    Raises:
+        UnsafeObjectError, UnsupportedValueError: it cannot be encoded.
+    """
+    try:
+        return encode_object(path, value, allow_pickle=allow_pickle)
+    except UnsafeObjectError:
+        with contextlib.suppress(UnsafeObjectError):
+            return encode_object(path, _plain(value, {}), allow_pickle=False)
+        raise
+
+
+def _plain(value: Any, made: dict[int, Any], depth: int = 0) -> Any:
+    """The same value with plain dicts. What is in two places, or in itself, still is.
+
+    Args:
+        made: what the containers have become that were seen, by their ids.
+    """
+    kind = type(value)
+    if kind not in _CONTAINERS or depth > _MAX_DEPTH:
+        return value
+    if id(value) not in made:
+        made[id(value)] = value  # inside of itself
+        if isinstance(value, dict):
+            new: Any = {name: _plain(inner, made, depth + 1) for name, inner in value.items()}
+        else:
+            new = kind(_plain(inner, made, depth + 1) for inner in value)
+        made[id(value)] = new
+    return made[id(value)]
+
+
+_CONTAINERS = {dict, Counter, OrderedDict, defaultdict, list, tuple}
+# Deeper values are not encoded either.
+_MAX_DEPTH = 64
 
 
 def _refuse_surrogates(path: str) -> None:

@@ -47,6 +47,8 @@ class TakeOptions(NamedTuple):
         progress: who is told how far writing is.
         base: the path of a snapshot beside the new one, to whose files it refers for what has not
             changed.
+        memory_budget: bytes that may be staged at a time, by a take that stages; None: a share of
+            what is free.
     """
 
     overwrite: bool = False
@@ -56,13 +58,14 @@ class TakeOptions(NamedTuple):
     threads: int | None = None
     progress: Progress = False
     base: str | None = None
+    memory_budget: int | None = None
 
     def check(self) -> None:
         """Raise ConfigurationError if a value is invalid."""
-        for name in ("file_max", "threads"):
+        for name in ("file_max", "threads", "memory_budget"):
             number: object = getattr(self, name)
             if (type(number) is not int or number < 1) and not (
-                number is None and name == "threads"
+                number is None and name != "file_max"
             ):
                 raise ConfigurationError(f"{name} is an int above 0, not {number!r}")
 
@@ -181,15 +184,15 @@ def agree(
         error = caught
     try:
         proposals = ranks.exchange(proposal, _Proposal, error)
+        everyone = [(p.held, p.alone) for p in proposals]
+        if ranks.size == 1:
+            everyone = [holdings(items)]
+        named = [each for p in proposals for each in p.named]
+        return Agreed(proposals[0], ranks, keys, items, everyone, options, base, claim, named)
     except BaseException:
         if claim is not None:
             claim.release()
         raise
-    everyone = [(p.held, p.alone) for p in proposals]
-    if ranks.size == 1:
-        everyone = [holdings(items)]
-    named = [each for p in proposals for each in p.named]
-    return Agreed(proposals[0], ranks, keys, items, everyone, options, base, claim, named)
 
 
 def plan(agreed: Agreed) -> Prepared:

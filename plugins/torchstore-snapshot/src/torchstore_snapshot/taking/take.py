@@ -126,11 +126,11 @@ def take(
     Returns:
         Where the snapshot is: what rank 0 gave as ``path``.
     """
-    agreed = agree(path, app_state, ranks, replicated, options)
-    claim = agreed.claim
     prepared: Prepared | None = None
     part: Part | None = None
     error: BaseException | None = None
+    agreed = agree(path, app_state, ranks, replicated, options)
+    claim = agreed.claim
     try:
         prepared = plan(agreed)
         part = write(prepared)
