@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -105,6 +106,13 @@ def digests(hash_seed: int, seeds: int) -> list[str]:
 def test_a_seed_is_the_same_run_everywhere(seeds: int) -> None:
     here = [run_seed(seed).digest() for seed in range(seeds)]
     assert digests(1, seeds) == digests(2, seeds) == here
+
+
+def test_the_command_runs_seeds_in_several_processes() -> None:
+    """As ``make simulate`` does: these are more than fit into one batch."""
+    command = [sys.executable, "-m", "tests.simulation", "0", "--seeds", "251", "--processes", "2"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert re.match(r"251 seeds, [0-9,]+ steps: no promise is broken", ran.stdout)
 
 
 def test_what_seeds_reach() -> None:
