@@ -226,7 +226,8 @@ static void copy_grid(char *dst, const char *src, size_t n, size_t rows,
                       ptrdiff_t dst_step, ptrdiff_t src_step, int stream) {
 #if defined(__x86_64__)
     if (stream && n >= 256) {
-        if (rows_look_same(dst, src, dst_step, src_step)) {
+        /* Taking turns pays where rows are shorter than what is prefetched. */
+        if (n >= AHEAD || rows_look_same(dst, src, dst_step, src_step)) {
             stream_each(dst, src, n, rows, dst_step, src_step);
             rows = 0;
         }

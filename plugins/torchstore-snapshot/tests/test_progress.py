@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pty
 import sys
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from torchstore_snapshot import Snapshot, StateDict
+from torchstore_snapshot.restoring.restore import Verify
 
 
 def test_a_function_hears_of_every_byte_once(tmp_path: Path) -> None:
@@ -37,6 +39,23 @@ def test_a_function_hears_of_every_byte_once(tmp_path: Path) -> None:
     ended(nbytes)
     assert snapshot.verify(progress=hear) == {}
     assert seen[-1] == (nbytes, nbytes)
+
+
+@pytest.mark.parametrize("verify", [True, False, "streaming"])
+def test_what_threads_do_last_is_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: Verify
+) -> None:
+    """So that they end at about the same time; before, they take much at a time."""
+    monkeypatch.setenv("TORCHSTORE_COPY_THREADS", "1")  # so that tasks end in order
+    state = StateDict(**{str(at): torch.ones(6 << 20) for at in range(4)})
+    Snapshot.take(tmp_path / "s", {"m": state}, fsync=False)
+    done = [0]
+    Snapshot(tmp_path / "s").restore(
+        {"m": state}, verify=verify, progress=lambda now, _: done.append(now)
+    )
+    tasks = [after - before for before, after in itertools.pairwise(done)]
+    assert max(tasks) >= 12 << 20
+    assert max(tasks[-2:]) <= 4 << 20
 
 
 def test_a_function_hears_of_a_take_in_the_background(tmp_path: Path) -> None:

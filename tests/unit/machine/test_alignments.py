@@ -74,6 +74,21 @@ def test_a_streaming_copy_is_faster_than_one_through_the_cache(
 
 
 @needs_native
+@pytest.mark.parametrize("ahead", [0, 64, _PAGE // 2])
+def test_a_streaming_copy_of_long_rows_is_as_fast_as_that_of_one_run(
+    memories: tuple[Memory, Memory], ahead: int
+) -> None:
+    to, of = memories[0].address + ahead, memories[1].address
+    row = 64 << 10
+    rows = [(to, of, row, _NBYTES // row // 2, row, 2 * row)]
+    streaming, other = _fastest(
+        lambda: copying.copy_grids(rows, stream=True),
+        lambda: copying.copy_pieces([(to, of, _NBYTES // 2)], stream=True),
+    )
+    assert streaming < 1.25 * other
+
+
+@needs_native
 @needs_avx2
 @pytest.mark.parametrize("ahead", [0, 64, _PAGE // 2])
 def test_a_copy_that_is_hashed_is_as_fast_as_a_copy(

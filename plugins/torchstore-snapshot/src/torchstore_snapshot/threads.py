@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from torchstore_core.machine.copying import copy_threads
 from torchstore_snapshot.stopping import Stop, Stopped, check, current, until
 
-__all__ = ["interleaved", "run_tasks"]
+__all__ = ["interleaved", "run_tasks", "task_size"]
 
 Task = Callable[[], None]
+
+_SIZE_MIN, _SIZE_MAX = 1 << 20, 16 << 20
 
 
 def run_tasks(tasks: Iterable[Task], threads: int | None = None) -> None:
@@ -53,6 +55,14 @@ def run_tasks(tasks: Iterable[Task], threads: int | None = None) -> None:
             until(helper.join)
     if queue.error is not None:
         raise queue.error
+
+
+def task_size(left: int) -> int:
+    """Return how many of the ``left`` bytes the next task should have. Tasks are large, because
+    each needs the interpreter lock, but smaller towards the end, so that all threads end at about
+    the same time.
+    """
+    return min(max(left // (2 * copy_threads()), _SIZE_MIN), _SIZE_MAX)
 
 
 class _Queue:

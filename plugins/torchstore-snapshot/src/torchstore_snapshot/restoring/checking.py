@@ -16,16 +16,13 @@ from torchstore_snapshot.restoring.fetching import REQUESTS, WINDOW, Fetched, Sp
 from torchstore_snapshot.restoring.files import Files, adjacent
 from torchstore_snapshot.restoring.hashing import hashes_of
 from torchstore_snapshot.restoring.mappings import address_of
-from torchstore_snapshot.threads import run_tasks
+from torchstore_snapshot.threads import run_tasks, task_size
 
 __all__ = ["UNLIMITED", "Limits", "Range", "check_ranges", "checkable", "covering", "holds"]
 __all__ += ["united", "whole_piece"]
 
 # Bytes that are hashed at a time where a file cannot be mapped: they stay in the cache.
 _SCRATCH = 256 << 10
-# Blocks are checked in groups of about this size: several are read in turn, and small pieces cost
-# no task each.
-_GROUP = 16 << 20
 
 
 class Limits(NamedTuple):
@@ -182,16 +179,19 @@ def _check(
     hashes: list[dict[int, bytes]] = [{} for _ in distinct]
 
     def tasks() -> Iterator[Callable[[], None]]:
+        # Several blocks to a task: they are read in turn, and small pieces cost no task each.
         group: list[_Block] = []
-        room = _GROUP
+        left = sum(of.end - of.begin for of in distinct)
+        room = task_size(left)
         for of, found in zip(distinct, hashes, strict=True):
             file, first = of.piece.file, of.piece.start
             for number, begin, end in checkable(of, files.block(file)):
                 group.append(_Block(of, file, first + begin, first + end, found, number))
                 room -= end - begin
+                left -= end - begin
                 if room <= 0:
                     yield functools.partial(_hash_blocks, files, group, advance, limits)
-                    group, room = [], _GROUP
+                    group, room = [], task_size(left)
         if group:
             yield functools.partial(_hash_blocks, files, group, advance, limits)
 

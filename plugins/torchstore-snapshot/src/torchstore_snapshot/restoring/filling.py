@@ -22,11 +22,12 @@ from torchstore_snapshot.restoring.files import Files, Rows, adjacent
 from torchstore_snapshot.restoring.hashing import hashes_of
 from torchstore_snapshot.restoring.mappings import address_of
 from torchstore_snapshot.taking.writing import bytes_of
+from torchstore_snapshot.threads import task_size
 
 __all__ = ["Read", "fills", "strides_of", "tasks"]
 
-# Bytes that one task moves.
-_PART = 16 << 20
+# Bytes of a part; of one that is copied from a mapped file: a task has several of these.
+_PART, _MAPPED = 16 << 20, 4 << 20
 # Bytes that are read and hashed at a time where a file cannot be mapped: they stay in the cache.
 _STEP = 256 << 10
 
@@ -113,26 +114,29 @@ def tasks(
         hashes: by the number of each read that is to be hashed on the way (:func:`fills` holds for
             it), where the hashes of its blocks go, by their numbers.
     """
-    most = copying.chunk_size(sum(read.target.nbytes for read in reads.values()))
-    if isinstance(files, Files) and files.remote:
-        most = 0  # each part is a request, and many are under way at a time
+    left = sum(read.target.nbytes for read in reads.values())
+    # From remote storage, each part is a request, and many are under way at a time.
+    remote = isinstance(files, Files) and files.remote
+    most = _PART if remote else _MAPPED
     group: list[_Part] = []
-    room = most
+    room = 0 if remote else task_size(left)
     for index, read in sorted(reads.items(), key=lambda item: (item[1].piece.file, item[1].span)):
         target = read.target.detach()
         if not fills(read):
+            left -= target.nbytes
             yield functools.partial(_scatter, files, read, target, advance, limits)
             continue
         begin, _ = read.span
         found = hashes.get(index)
         memory = bytes_of(read.path, target)
-        for start, stop, number in _parts(files, read, hashed=found is not None):
+        for start, stop, number in _parts(files, read, most, hashed=found is not None):
             if group and (stop - start > room or group[0].file != read.piece.file):
                 yield functools.partial(_fill, files, group, advance, limits)
-                group, room = [], most
+                group, room = [], 0 if remote else task_size(left)
             keep = found if number >= 0 else None
             group.append(_Part(read, start, memory[start - begin : stop - begin], keep, number))
             room -= stop - start
+            left -= stop - start
     if group:
         yield functools.partial(_fill, files, group, advance, limits)
 
@@ -161,20 +165,22 @@ class _Part(NamedTuple):
         return self.start + len(self.memory)
 
 
-def _parts(files: Files | Fetched, read: Read, *, hashed: bool) -> Iterator[tuple[int, int, int]]:
-    """The parts of a read for one task each: first byte and end in the file, and the number of the
-    block that it is; -1 if it is not hashed.
+def _parts(
+    files: Files | Fetched, read: Read, most: int, *, hashed: bool
+) -> Iterator[tuple[int, int, int]]:
+    """The parts of a read: first byte and end in the file, and the number of the block that it is;
+    -1 if it is not hashed. Those that are not have at most ``most`` bytes.
     """
     begin, end = read.span
     first, at = read.piece.start, begin
     of = read.range
     if hashed and of is not None:
         for number, start, stop in checkable(of, files.block(read.piece.file)):
-            for a, b in blocks(first + start - at, _PART) if first + start > at else ():
+            for a, b in blocks(first + start - at, most) if first + start > at else ():
                 yield at + a, at + b, -1
             yield first + start, first + stop, number
             at = first + stop
-    for a, b in blocks(end - at, _PART) if end > at else ():
+    for a, b in blocks(end - at, most) if end > at else ():
         yield at + a, at + b, -1
 
 
