@@ -57,6 +57,7 @@ async def test_everything_is_there_again(one_host: Job) -> None:
     await _comes_back(one_host)
 
 
+@pytest.mark.quick
 async def test_everything_is_there_again_on_other_hosts(two_hosts: Job) -> None:
     """Their volumes and clients come through relays."""
     await two_hosts.root(acts.initialize_on_hosts, {"strategy": "spread"})
