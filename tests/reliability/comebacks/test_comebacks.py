@@ -9,12 +9,14 @@ import os
 import pickle
 import random
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from tests.reliability.comebacks import loads
@@ -31,6 +33,10 @@ from tests.reliability.harness import (
 from tests.support import running_store, until
 
 import torchstore_core as ts
+from torchstore_core.contracts.strategy import ClientFacts
+from torchstore_core.machine import topology
+from torchstore_core.wire import messages as m
+from torchstore_core.wire.framing import FrameReader, decode_reply, encode
 from torchstore_transports.shm.link import ShmLink
 
 PAUSE_S = 5.0  # on a busy machine; see benchmarks for what it takes
@@ -103,6 +109,52 @@ async def _equal(expected: Any) -> bool:
 
 async def _leased(nbytes: int) -> bool:
     return (await account()).leased == nbytes
+
+
+async def test_a_channel_that_is_let_in_too_late_does_not_wait_for_its_own_thread(
+    store: ts.Client,
+) -> None:
+    """The thread that waits for it has to read first that the server has died once more, and to say
+    what the client has, before any channel of the session is let in.
+    """
+    here = topology.probe()
+    facts = ClientFacts(here.pid, here.host_id, here.hostname)
+    path = store.address.partition(":")[2]
+
+    def connected(hello: m.Hello) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(5)
+        sock.connect(path)
+        sock.sendall(encode(hello))
+        return sock
+
+    def said(sock: socket.socket) -> m.Welcome | None:
+        reader = FrameReader(m.MAX_FRAME)
+        while data := sock.recv(1 << 16):
+            for body in reader.feed(data):
+                if isinstance(reply := decode_reply(body), m.Welcome):
+                    return reply
+        return None
+
+    def both() -> None:
+        hello = m.Hello(1, m.PROTOCOL_VERSION, b"", here, facts)
+        with connected(hello) as liveness:
+            welcome = said(liveness)
+            assert welcome is not None
+            kill(welcome.server.pid)
+            again = said(liveness)
+            assert again is not None
+            assert (again.id, again.life) == (0, welcome.life + 1)
+            channel = msgspec.structs.replace(hello, session=welcome.session, life=welcome.life)
+            with connected(channel) as late:
+                assert said(late) is None
+            with connected(msgspec.structs.replace(channel, life=again.life)) as waits:
+                liveness.sendall(encode(m.Resume(again.life, [], [], [], last=True)))
+                let_in = said(waits)
+                assert let_in is not None
+                assert let_in.life == again.life
+
+    await asyncio.to_thread(both)
 
 
 CALLS: dict[str, Callable[[], Awaitable[Any]]] = {

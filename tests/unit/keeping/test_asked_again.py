@@ -106,6 +106,31 @@ async def test_a_client_with_much_tells_it_in_parts(log, records) -> None:
     assert returning.again(session, put(6)) is not None
 
 
+async def test_what_is_given_up_waits_until_nobody_can_write_it(log, records) -> None:
+    """Halves in other processes have outlived the server. Channels wait as long, and a connection
+    that is lost meanwhile has told nothing.
+    """
+    before = life(log, records)
+    session = before.open_session(facts(), HERE)
+    before.put(session, m.Put(5, 5, [m.PutItem("k", META, 64)]))
+    controller, settled, let_in = life(log, records), [], []
+    session = controller.sessions[session.token]
+    settle = lambda session, then: settled.append(then)  # noqa: E731
+    returning = Returning(controller, LIFE, lambda session: None, settle)
+    returning.begin({session.serial})
+    assert returning.hold_back(session.token, lambda: let_in.append(True))
+    returning.resume(session, m.Resume(LIFE, [], [], [], last=True))
+    returning.take(session.token)
+    returning.resume(session, m.Resume(LIFE, [], [], [], last=True))
+    first, second = settled
+    first()
+    assert session.txns.keys() == {5}
+    assert not let_in
+    second()
+    assert not session.txns
+    assert let_in == [True]
+
+
 async def test_what_was_recorded_last_is_not_done_again(log, records) -> None:
     """Also in the life after the next, and if the log was written anew meanwhile."""
     before = life(log, records)

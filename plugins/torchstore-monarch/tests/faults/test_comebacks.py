@@ -13,7 +13,15 @@ import pytest
 import torch
 from tests.monarch import acts
 from tests.monarch.jobs import Job
-from tests.monarch.losses import AT_ONCE_S, MB, end_store, is_lost, says_lost
+from tests.monarch.losses import (
+    AT_ONCE_S,
+    MB,
+    end_store,
+    is_lost,
+    leased_nothing,
+    says_lost,
+    try_get,
+)
 from tests.reliability.comebacks import loads
 from tests.support import until
 
@@ -49,6 +57,7 @@ async def test_everything_is_there_again(one_host: Job) -> None:
     await _comes_back(one_host)
 
 
+@pytest.mark.quick
 async def test_everything_is_there_again_on_other_hosts(two_hosts: Job) -> None:
     """Their volumes and clients come through relays."""
     await two_hosts.root(acts.initialize_on_hosts, {"strategy": "spread"})
@@ -196,6 +205,28 @@ async def test_a_volume_that_dies_with_the_server_is_lost(one_host: Job) -> None
         assert await one_host.root(is_lost, 0)
         assert await one_host.at(1, acts.get_shape, "second") == ((MB,), [1])
         await one_host.at(0, acts.put_ones, "third", MB)
+
+
+@pytest.mark.soak
+async def test_a_relay_that_dies_with_the_server(two_hosts: Job) -> None:
+    """What came through it is given up, or kept for its clients, as if it had died alone."""
+    await two_hosts.root(acts.initialize_on_hosts, {"strategy": "host"})
+    for worker in (0, 1):
+        await two_hosts.at(worker, acts.put_ones, f"k{worker}", MB)
+    held = await two_hosts.at(1, acts.put_ones_and_hold, "held")
+    victim = (await two_hosts.root(acts.status)).volumes[1]
+    assert victim.host_id == "host1"
+    await two_hosts.root(acts.kill, victim.pid)
+    await _lose_the_server(two_hosts)
+    assert await two_hosts.at(0, acts.get_shape, "k0") == ((MB,), [1])
+    await until(lambda: says_lost(two_hosts, 0, "k1"), 25)
+    assert await two_hosts.root(is_lost, 1)
+    assert await two_hosts.at(1, acts.held_sum, held) == MB
+    await until(lambda: two_hosts.root(leased_nothing), 15)
+    for _ in range(2):
+        assert await until(lambda: try_get(two_hosts, 1, "k0"), 15) == ((MB,), [1])
+        await _lose_the_server(two_hosts)
+        assert await two_hosts.root(is_lost, 1)
 
 
 async def test_without_a_keeper_it_does_not_come_back(one_host: Job) -> None:

@@ -4,16 +4,19 @@ By itself, the core stays on one host: a server with its volumes behind a Unix s
 that share memory with them. A distributed engine runs the processes of a job on several hosts and
 carries messages between them; it can extend a store to these hosts. The core needs from it:
 
-* **A volume on each host that holds data.** The engine runs one server
-  (``server.server.Server`` with ``attached=True``) in a process of its choice. On every host that
-  holds data, it starts a ``server.memory.volume.Volume``, in any process there, and attaches it
+* **A volume on each host that holds data.** The engine runs one server with ``attached=True``: a
+  ``server.server.Server`` in a process of its choice, or by a ``runtimes.server_process`` in one
+  of its own, which can have a keeper, so that it comes back when it dies. On every host that holds
+  data, the engine starts a ``server.memory.volume.Volume``, in any process there, and attaches it
   with ``server.remote.attached.VolumeConnection``. If the engine knows at which addresses the
   other hosts of the job reach that one, it tells the volume (``told``): transports then listen at
   these, unless the user has chosen others.
 * **Messages in both directions.** No part of a store but its transports listens on a network. On
   every host but the server's, the engine starts a ``server.remote.relay.Relay``: a Unix socket that
   the clients and volumes of that host use as if it were the server's. Their messages go through an
-  :class:`Uplink`, which the engine implements and which treats them as opaque bytes.
+  :class:`Uplink`, which the engine implements and which treats them as opaque bytes, to a
+  ``server.remote.relay_server.RelayServer``: beside the server, where each connection begins a
+  ``Conversation``, or elsewhere on its host, where it begins a ``server.remote.lines.Line``.
 * **Detection of deaths.** On one host, the kernel reports them: a socket closes, a process ends. A
   process that dies on another host just falls silent: ``RelayServer`` gives up a relay that it has
   not heard from for some seconds, and a relay calls its ``lost`` when it cannot reach the server.

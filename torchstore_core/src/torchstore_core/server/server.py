@@ -224,7 +224,7 @@ class Server:
         return file
 
     @property
-    def _life(self) -> int:
+    def life(self) -> int:
         """Which one of its lives this is; 0: it has only one."""
         return 0 if self._keeper is None else self._keeper.life
 
@@ -462,7 +462,7 @@ class Server:
         before = self._attached.get(info.index)
         if before is not None and not before.is_connected:
             self._attached_again(before, info, send)
-            return self._life
+            return self.life
         wanted = self.options.num_storage_volumes if self.options.attached else 0
         if not 0 <= info.index < wanted or info.index in self._attached:
             raise ConfigurationError(
@@ -480,7 +480,7 @@ class Server:
             self._begin([self._attached[i] for i in range(wanted)])
             self._say_started()
             self._all_attached.set()
-        return self._life
+        return self.life
 
     def _begin_again(self, facts: Mapping[str, str]) -> None:
         """Go on with the volumes that an earlier life had, which attach again; if there were all of
@@ -669,7 +669,7 @@ class Server:
             self._strategy.transport,
             via=None if via is None else via.topology,
             owner=self.owner,
-            life=self._life,
+            life=self.life,
             incarnation=self.controller.incarnation,
         )
 

@@ -108,7 +108,8 @@ PINNED, SPILLABLE, EVICTABLE = 1, 2, 3
 class Hello(Message, frozen=True, tag="hello"):
     """First message. ``session``: token to join, empty to open a session. ``returns``: this is the
     new liveness connection of a session that an earlier life of the server had; what follows it is
-    a :class:`Resume`.
+    a :class:`Resume`. ``life``: the only life of the server that may accept it, because whoever
+    waits for the answer has to hear of the next one first; 0: any.
     """
 
     id: int
@@ -117,6 +118,7 @@ class Hello(Message, frozen=True, tag="hello"):
     topology: Topology
     facts: ClientFacts
     returns: bool = False
+    life: int = 0
 
 
 class Resume(Message, frozen=True, tag="resume"):

@@ -402,8 +402,8 @@ class Session:
             volume.renew(info)
 
     def _hello(self, *, returns: bool = False) -> m.Hello:
-        token = self.welcome.session
-        return m.Hello(1, m.PROTOCOL_VERSION, token, self.here, self.facts, returns)
+        token, life = self.welcome.session, 0 if returns else self.welcome.life
+        return m.Hello(1, m.PROTOCOL_VERSION, token, self.here, self.facts, returns, life)
 
     @property
     def _is_idle(self) -> bool:

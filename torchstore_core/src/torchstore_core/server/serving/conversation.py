@@ -363,6 +363,9 @@ class Conversation:
             self._liveness = True
             self._keep(session)
         elif hello.session:
+            if hello.life not in (0, self._server.life):
+                self.end()  # its client finds that this is another life
+                return
             if returning is not None and returning.hold_back(
                 hello.session, lambda: self._held_back(hello, controller)
             ):
