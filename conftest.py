@@ -119,9 +119,9 @@ def _is_quick(item: pytest.Item, folders: frozenset[Path]) -> bool:
 
 
 def _much_alike(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """Tests of the public API that run with the soak tests alone: with a runtime that is not
-    ``local``, of each test the first and the last set of parameters are enough. Runtimes differ in
-    how a store starts, and then all values take the same way.
+    """Tests of the public API that run with the soak tests alone: with ``spmd``, the first set of
+    parameters of each test is enough, with ``monarch`` the last. Runtimes differ in how a store
+    starts, and then all values take the same way.
     """
     by_test: dict[tuple[str, object], list[pytest.Item]] = {}
     for item in items:
@@ -130,8 +130,8 @@ def _much_alike(items: list[pytest.Item]) -> Iterator[pytest.Item]:
         if runtime != "local":
             test = item.nodeid.partition("[")[0]
             by_test.setdefault((test, runtime), []).append(item)
-    for alike in by_test.values():
-        yield from alike[1:-1]
+    for (_, runtime), alike in by_test.items():
+        yield from alike[1:] if runtime == "spmd" else alike[:-1]
 
 
 @pytest.hookimpl(optionalhook=True)
