@@ -37,23 +37,15 @@ __all__ = [
     "stop_fork_server",
 ]
 
-# Of the fork server alone. Two thirds of what it has to hand on is glibc's heap: in huge pages, a
-# fork and the end of a child take half the time.
-_TUNABLES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-
 
 def fork_server() -> ForkServerContext:
     """A context of ``multiprocessing`` whose server runs."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torchstore_core.api", "tests.frozen"])
     hidden = {name: os.environ.pop(name) for name in [*os.environ] if name.startswith("TORCHSTORE")}
-    hidden |= {name: value for name in _TUNABLES if (value := os.environ.get(name)) is not None}
-    os.environ.update(_TUNABLES)
     try:
         forkserver.ensure_running()
     finally:
-        for name in _TUNABLES:
-            del os.environ[name]
         os.environ.update(hidden)
     return context
 
