@@ -36,13 +36,20 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [_INTERPRETERS, os.environ.get("PYTHONPATH", "")])
 )
 
-# Threads of OpenMP that wait spin for milliseconds by default; others need the processors.
+# Threads of OpenMP that wait spin for milliseconds by default; others need the processors. Those of
+# numpy's OpenBLAS spin for a tenth of a second once it is imported, and torch imports it.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 profiles.register()
 
 # Until all tests are collected: nothing of that is garbage.
 gc.disable()
+
+# How many modules were imported when all that was imported was last taken out of collections, and
+# how many more it takes to do so again.
+_modules = 0
+_MANY_MODULES = 50
 
 _HERE = Path(__file__).parent
 _API = _HERE / "tests/api"
@@ -112,9 +119,9 @@ def _is_quick(item: pytest.Item, folders: frozenset[Path]) -> bool:
 
 
 def _much_alike(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """Tests of the public API that run with the soak tests alone: with a runtime that is not
-    ``local``, of each test the first and the last set of parameters are enough. Runtimes differ in
-    how a store starts, and then all values take the same way.
+    """Tests of the public API that run with the soak tests alone: with ``spmd``, the first set of
+    parameters of each test is enough, with ``monarch`` the last. Runtimes differ in how a store
+    starts, and then all values take the same way.
     """
     by_test: dict[tuple[str, object], list[pytest.Item]] = {}
     for item in items:
@@ -123,8 +130,8 @@ def _much_alike(items: list[pytest.Item]) -> Iterator[pytest.Item]:
         if runtime != "local":
             test = item.nodeid.partition("[")[0]
             by_test.setdefault((test, runtime), []).append(item)
-    for alike in by_test.values():
-        yield from alike[1:-1]
+    for (_, runtime), alike in by_test.items():
+        yield from alike[1:] if runtime == "spmd" else alike[:-1]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -172,9 +179,21 @@ def pytest_collection_finish() -> None:
         raise pytest.UsageError("a test module imports monarch when it is collected")
     # What torch and the tests themselves are made of stays to the end: without it, the hundreds of
     # collections that tests ask for take a few milliseconds each, not a hundred.
+    global _modules
+    _modules = len(sys.modules)
     gc.enable()
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """What a test has imported (Monarch, say) stays to the end, too."""
+    global _modules
+    if len(sys.modules) > _modules + _MANY_MODULES:
+        _modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 def _joins_a_job(nodeid: str) -> bool:

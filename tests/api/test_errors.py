@@ -92,7 +92,7 @@ def test_a_code_of_a_newer_server_is_the_base_class():
     assert type(made) is ts.TorchStoreError
 
 
-async def test_errors_of_the_server_pickle_with_what_they_know(store):
+async def test_errors_of_the_server_pickle_with_what_they_know(shared):
     with pytest.raises(KeyError) as caught:
         await ts.get_batch(["a", "b"])
     again = pickle.loads(pickle.dumps(caught.value))
@@ -103,7 +103,7 @@ async def test_errors_of_the_server_pickle_with_what_they_know(store):
     assert not str(again).startswith(("'", '"'))
 
 
-async def test_a_key_that_is_not_whole_is_a_missing_one_too(store):
+async def test_a_key_that_is_not_whole_is_a_missing_one_too(shared):
     part = ts.TensorSlice((0,), (2,), (4,))
     await ts.put("shard", torch.ones(2), part)
     for expected in (ts.PartialPutError, ts.KeyNotFoundError, KeyError):
@@ -113,7 +113,7 @@ async def test_a_key_that_is_not_whole_is_a_missing_one_too(store):
         await ts.get_batch(["gone", "shard"])
 
 
-async def test_builtin_except_clauses_work(store):
+async def test_builtin_except_clauses_work(shared):
     with pytest.raises(KeyError, match="no such key"):
         await ts.get("gone")
     with pytest.raises(TimeoutError):
@@ -124,7 +124,7 @@ async def test_builtin_except_clauses_work(store):
         await ts.get(5)
 
 
-async def test_an_error_object_is_a_value_like_others(store):
+async def test_an_error_object_is_a_value_like_others(shared):
     with pytest.raises(ts.KeyNotFoundError) as caught:
         await ts.get("gone")
     await ts.put("error", caught.value)

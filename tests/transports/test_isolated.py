@@ -98,6 +98,19 @@ async def test_handshakes_of_a_client_that_disconnects_end(
 
 
 _ISOLATED = "torchstore_core.server.memory.isolated"
+_BLAS = "OPENBLAS_NUM_THREADS"
+
+
+@pytest.mark.parametrize("threads", [None, "2"])
+async def test_a_half_starts_no_threads_of_a_library_for_matrices_unless_the_user_says_so(
+    threads: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(_BLAS)
+    if threads is not None:
+        monkeypatch.setenv(_BLAS, threads)
+    async with _half() as half:
+        started = int(await half.ask(Letter("threads of numpy")))
+    assert (started > 0) == (threads is not None and len(os.sched_getaffinity(0)) > 1)
 
 
 @pytest.mark.parametrize("how", ["hang", "count hangs", "stopped", "thread hangs"])

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.integration.dtensors.layouts import mesh_of
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.device_mesh import init_device_mesh
@@ -41,7 +42,7 @@ def placements(spec: str) -> list[Any]:
 
 
 def distributed(mesh_shape: list[int], spec: str, values: bool) -> dict[str, DTensor]:
-    mesh = init_device_mesh("cpu", tuple(mesh_shape))
+    mesh = mesh_of(tuple(mesh_shape))
     made = {name: full(name) if values else torch.zeros(SHAPES[name]) for name in SHAPES}
     return {name: distribute_tensor(t, mesh, placements(spec)) for name, t in made.items()}
 

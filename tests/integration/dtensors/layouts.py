@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-__all__ = ["SS", "Layout", "R", "S", "every_rank", "roomy", "same", "value_of"]
+__all__ = ["SS", "Layout", "R", "S", "every_rank", "mesh_of", "roomy", "same", "value_of"]
 
 R = Replicate()
 
@@ -28,6 +29,15 @@ def S(dim: int) -> Placement:
 def SS(dim: int, split_factor: int) -> Placement:
     """``_StridedShard``, as FSDP2 makes it over tensor parallelism of so many ranks."""
     return _StridedShard(dim, split_factor=split_factor)
+
+
+@functools.cache
+def mesh_of(shape: tuple[int, ...], first: int = 0) -> DeviceMesh:
+    """A mesh of as many ranks as it takes, from ``first`` on. Made by all ranks together, and kept:
+    gloo has a thread for each group of a mesh, which polls until the process ends.
+    """
+    size = torch.Size(shape).numel()
+    return DeviceMesh("cpu", torch.arange(first, first + size).view(shape))
 
 
 class Layout(NamedTuple):

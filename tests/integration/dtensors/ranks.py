@@ -1,20 +1,19 @@
 """Real ranks: processes that are joined by gloo, over loopback, and run what a test tells them.
 
-To import torch and what belongs to DTensors takes a process seconds. So one process does it, the
-nursery, and ranks are forked from it; and many cases run in the same ranks.
+To import what belongs to DTensors takes a process half a second, after torch. So one process does
+it, the nursery, and ranks are forked from it; and many cases run in the same ranks.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import inspect
 import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 import traceback
@@ -22,12 +21,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NamedTuple
+
+from tests.processes import fork
 
 __all__ = ["Jobs", "Nursery", "Ranks"]
 
-_ROOT = Path(__file__).parents[3]
 # The last one is imported by the first use of a DTensor.
 _HEAVY = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo")
 # Far above what anything here takes on slow cores, below the limit of a test.
@@ -52,11 +51,10 @@ class Nursery:
     def __init__(self, *modules: str) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(_PATIENCE_S)
-        command = [sys.executable, "-m", __name__, str(theirs.fileno()), *_HEAVY, *modules]
-        self._process = subprocess.Popen(
-            command, cwd=_ROOT, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
-        )
-        theirs.close()
+        with Connection(theirs.detach()) as orders:
+            self._process = fork(
+                _nursery, orders, [*_HEAVY, *modules], files={}, environment=os.environ
+            )
         sizes = {"one": 1, "two": 2, "other": 2, "four": 4, "eight": 8}
         self.jobs: Jobs = {name: Ranks(self, size) for name, size in sizes.items()}
 
@@ -68,7 +66,7 @@ class Nursery:
             ranks.kill()
         self._socket.close()
         self._process.kill()
-        self._process.wait()
+        self._process.join()
 
     def fork(self, rank: int, size: int, folder: str) -> tuple[int, Connection]:
         """One more process: its pid, and a pipe to it."""
@@ -149,9 +147,14 @@ Jobs = dict[str, Ranks]
 # ---- in the other processes ---------------------------------------------------------------
 
 
-def _nursery(orders: socket.socket, modules: Sequence[str]) -> None:
+def _nursery(connection: Connection, modules: Sequence[str]) -> None:
+    orders = socket.socket(fileno=os.dup(connection.fileno()))
+    connection.close()
+    gc.disable()
     for module in modules:
         importlib.import_module(module)
+    gc.freeze()  # what it shares with the ranks
+    gc.enable()
     while True:
         order, fds, _, _ = socket.recv_fds(orders, 4096, 1)
         if not order:  # the test is over
@@ -191,9 +194,3 @@ def _rank(pipe: Connection, rank: int, size: int, folder: str) -> None:
             except BaseException:
                 result = Failed(f"rank {rank}:\n{traceback.format_exc()}")
             pipe.send(result)
-
-
-if __name__ == "__main__":
-    from tests.integration.dtensors import ranks  # the module that the ranks' functions know
-
-    ranks._nursery(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])

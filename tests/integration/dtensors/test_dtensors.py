@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -11,11 +10,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from tests.integration.dtensors.layouts import SS, Layout, R, S, same, value_of
+from tests.integration.dtensors.layouts import SS, Layout, R, S, mesh_of, same, value_of
 from tests.integration.dtensors.ranks import Jobs, Nursery
 from tests.support import until
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
 import torchstore_core as ts
@@ -37,13 +35,6 @@ def key() -> str:
 
 
 # ---- what the ranks do --------------------------------------------------------------------
-
-
-@functools.cache
-def mesh_of(shape: tuple[int, ...], first: int = 0) -> DeviceMesh:
-    """A mesh of as many ranks as it takes, from ``first`` on. Made by all ranks together."""
-    size = torch.Size(shape).numel()
-    return DeviceMesh("cpu", torch.arange(first, first + size).view(shape))
 
 
 class Case(NamedTuple):

@@ -174,8 +174,15 @@ async def waits(rank: int) -> bool:
 # ---- while all ranks start again ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("explicit", [False, True], ids=["counted", "explicit"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "explicit"),
+    [
+        (KINDS[0], False),
+        pytest.param(KINDS[0], True, marks=pytest.mark.soak),
+        pytest.param(KINDS[1], False, marks=pytest.mark.soak),
+        (KINDS[1], True),
+    ],
+)
 async def test_versions_of_two_runs_are_never_mixed(server: int, kind: str, explicit: bool):
     await all_are_restarted(server, kind, explicit, rounds=4)
 

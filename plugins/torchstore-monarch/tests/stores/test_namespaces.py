@@ -181,7 +181,7 @@ async def test_both_sides_of_a_link_between_networks(
         pytest.param(DTYPES, 40, marks=pytest.mark.soak, id="dtypes"),
         pytest.param(DTENSORS, 60, marks=pytest.mark.soak, id="dtensors"),
         pytest.param(TENSORS, 150, id="tensors"),
-        pytest.param(STATE_DICTS, 150, id="state-dicts"),
+        pytest.param(STATE_DICTS, 150, marks=pytest.mark.soak, id="state-dicts"),
     ],
 )
 async def test_the_api_over_two_networks(apart: Job, files: list[str], least: int) -> None:

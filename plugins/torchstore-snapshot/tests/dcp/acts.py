@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from tests.integration.dtensors.layouts import mesh_of
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -38,7 +39,7 @@ def full(name: str, plus: float = 0.5) -> torch.Tensor:
 
 
 def sharded(mesh_shape: list[int], spec: str, plus: float | None) -> dict[str, DTensor]:
-    mesh = init_device_mesh("cpu", tuple(mesh_shape))
+    mesh = mesh_of(tuple(mesh_shape))
     placements = [Replicate() if c == "R" else Shard(int(c)) for c in spec]
     values = {n: torch.zeros(s) if plus is None else full(n, plus) for n, s in SHAPES.items()}
     return {name: distribute_tensor(t, mesh, placements) for name, t in values.items()}
@@ -184,7 +185,7 @@ def load_damaged(where: str, verify: Any) -> tuple[dict[int, str], bool]:
 
 def load_some(kind: str, where: str) -> int:
     """Some of what there is, and something that is not there."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of((dist.get_world_size(),))
     wanted = {
         "model": {"wide": distribute_tensor(torch.zeros(2, 4096), mesh, [Shard(1)])},
         "new": torch.full((2,), 5.0),
