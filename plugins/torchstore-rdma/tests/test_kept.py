@@ -13,9 +13,9 @@ from tests.support import running_store, until
 
 from torchstore_core.contracts.transport import Copy, Memory
 from torchstore_core.errors import TransportError
-from torchstore_core.machine.virtual_memory import is_locked
 from torchstore_rdma import fabric
 from torchstore_rdma.link import RdmaLink, RegisteringLink
+from torchstore_transports.registered.memory_locks import is_locked
 
 from .pairs import MB, needs_nixl, pair
 from .pairs import Memory as Bytes

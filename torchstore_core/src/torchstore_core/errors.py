@@ -242,28 +242,8 @@ class ConfigurationError(TorchStoreError, ValueError):
 
 _BY_CODE: dict[str, type[TorchStoreError]] = {
     cls.code: cls
-    for cls in (
-        TorchStoreError,
-        KeyNotFoundError,
-        PartialPutError,
-        EvictedError,
-        VersionGoneError,
-        ObjectLostError,
-        StoreFullError,
-        OutOfMemoryError,
-        DrainError,
-        StoreTimeoutError,
-        StoreClosedError,
-        LayoutMismatchError,
-        TransportError,
-        TransportUnavailableError,
-        TransportNotReadyError,
-        PluginError,
-        ProtocolError,
-        UnsafeObjectError,
-        UnsupportedValueError,
-        ConfigurationError,
-    )
+    for cls in list(globals().values())
+    if isinstance(cls, type) and issubclass(cls, TorchStoreError)
 }
 
 
