@@ -36,6 +36,7 @@ class MoreThanMemory:
         self._run = run
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._values: list[torch.Tensor] = []
+        self._raw_fd = -1
 
     def open(self, capacity: int, count: int, nbytes: int, seed: int) -> dict[str, Any]:
         """Start a store that spills to the current directory's disk, with one small value in it."""
@@ -146,20 +147,25 @@ class MoreThanMemory:
         """Drop the values, the directory, and the store with room."""
         self._run(ts.shutdown(store_name=_WITH_ROOM))
         self._values.clear()
+        if self._raw_fd >= 0:
+            os.close(self._raw_fd)
         if self._folder is not None:
             self._folder.cleanup()
 
     def _raw(self) -> tuple[float, float]:
-        """Bytes a second of writing all values to a new file, and of reading them, past the page
-        cache where the file system can, with as many threads as the store has.
+        """Bytes a second of writing all values to a file, and of reading them, past the page cache
+        where the file system can, with as many threads as the store has. It is always the same
+        file, as the store's is: a new one would first have to be given blocks.
         """
         nbytes = self._values[0].nbytes
-        flags = os.O_RDWR | os.O_TMPFILE
-        folder = self._folder.name if self._folder is not None else "."
-        try:
-            fd = os.open(folder, flags | os.O_DIRECT, 0o600)
-        except OSError:
-            fd = os.open(folder, flags, 0o600)
+        if self._raw_fd < 0:
+            flags = os.O_RDWR | os.O_TMPFILE
+            folder = self._folder.name if self._folder is not None else "."
+            try:
+                self._raw_fd = os.open(folder, flags | os.O_DIRECT, 0o600)
+            except OSError:
+                self._raw_fd = os.open(folder, flags, 0o600)
+        fd = self._raw_fd
         buffers = [mmap.mmap(-1, _PIECE) for _ in range(_READERS)]
         for buffer in buffers:
             buffer.write(os.urandom(_PIECE))
@@ -177,5 +183,4 @@ class MoreThanMemory:
                 for one in moves:
                     one.result()
                 rates.append(nbytes * len(self._values) / (time.perf_counter() - begun))
-        os.close(fd)
         return rates[0], rates[1]
