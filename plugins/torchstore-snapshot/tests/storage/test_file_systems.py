@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,15 @@ import torch
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from tests.processes import run_script
 
-from torchstore_snapshot import NotAtomicError, Snapshot, SnapshotExistsError, StateDict, gc
+import torchstore_core as ts
+from torchstore_snapshot import (
+    NotAtomicError,
+    Series,
+    Snapshot,
+    SnapshotExistsError,
+    StateDict,
+    gc,
+)
 from torchstore_snapshot.format.paths import MANIFEST
 from torchstore_snapshot.storage import remote
 from torchstore_snapshot.storage.opening import open_storage
@@ -291,3 +300,15 @@ def test_a_folder_that_is_the_root_of_a_file_system(tmp_path: Path) -> None:
     report = gc(tmp_path, keep_last=1, grace=0)
     assert (report.dropped, report.unreadable) == (("0", "1"), {})
     assert open_storage(tmp_path / "0").siblings() == ["2"]
+
+
+@pytest.mark.parametrize("url", ["memory://", "memory:///", "s3://", "simplecache::memory://"])
+def test_a_url_of_no_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    """Without the slashes at its end, it would be a relative path."""
+    monkeypatch.chdir(tmp_path)
+    for call in (Snapshot, partial(Snapshot.take, app_state={}), Series, gc):
+        with pytest.raises(ts.ConfigurationError, match="names no folder"):
+            call(url)
+    assert [*tmp_path.iterdir()] == []
