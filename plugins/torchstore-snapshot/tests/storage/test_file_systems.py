@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import re
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from torchstore_snapshot import (
     Series,
     Snapshot,
     SnapshotExistsError,
+    SnapshotStorageError,
     StateDict,
     gc,
 )
@@ -312,3 +315,28 @@ def test_a_url_of_no_folder_is_refused(
         with pytest.raises(ts.ConfigurationError, match="names no folder"):
             call(url)
     assert [*tmp_path.iterdir()] == []
+
+
+class _Plain(SimpleHTTPRequestHandler):
+    """Sends whole files, whatever part of them was asked for."""
+
+    def log_message(self, *_: object) -> None:
+        """Nobody reads it."""
+
+
+def test_a_server_without_ranges_is_not_taken_for_damage(tmp_path: Path) -> None:
+    Snapshot.take(tmp_path / "s", {"m": StateDict(w=torch.ones(5000), n=1)}, fsync=False)
+    handler = partial(_Plain, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            snapshot = Snapshot(f"http://127.0.0.1:{server.server_port}/s")
+            assert snapshot.read_object("m/n") == 1
+            own = StateDict(w=torch.zeros(5000), n=0)
+            with pytest.raises(SnapshotStorageError, match="a part of a file"):
+                snapshot.restore({"m": own})
+            assert (int(own["w"].sum()), own["n"]) == (0, 0)
+        finally:
+            server.shutdown()
+            thread.join()
