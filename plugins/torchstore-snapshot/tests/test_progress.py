@@ -74,6 +74,30 @@ def test_a_function_hears_of_a_take_in_the_background(tmp_path: Path) -> None:
     assert [done for done, _ in seen] == sorted({done for done, _ in seen})
 
 
+@pytest.mark.parametrize("budget", [None, 8 << 20])
+def test_a_function_that_raises_ends_the_take(tmp_path: Path, budget: int | None) -> None:
+    """In the background, too, where it is called by the thread that hears of all takes."""
+    state = {"m": StateDict(w=torch.ones(25_000_000))}
+
+    def fails(done: int, total: int) -> None:
+        raise ValueError(f"{done} of {total}")
+
+    with pytest.raises(ValueError, match="of 100000000"):
+        Snapshot.take(tmp_path / "s", state, fsync=False, progress=fails)
+    assert not (tmp_path / "s").exists()
+
+    def take() -> None:
+        Snapshot.async_take(
+            tmp_path / "s", state, fsync=False, memory_budget=budget, progress=fails
+        ).wait(60)
+
+    with pytest.raises(ValueError, match="of 100000000"):
+        take()
+    # It may have been committed before it could be given up.
+    pending = Snapshot.async_take(tmp_path / "s", state, fsync=False, overwrite=True)
+    assert not pending.wait(60).verify()
+
+
 def _shows(terminal: int, title: str) -> bool:
     """Whether a title is written to a terminal; waits until it is."""
     text = ""

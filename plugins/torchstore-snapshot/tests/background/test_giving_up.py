@@ -85,6 +85,18 @@ async def test_a_rank_keeps_its_files_once_it_has_reported(
     assert b"it was interrupted" in report.read_bytes()
 
 
+async def test_whoever_waits_hears_that_a_take_was_given_up(
+    writer: Writer, prepared: Prepared
+) -> None:
+    """Also if the writer had nothing to do when it was."""
+    file = begun(writer, prepared, 30.0)
+    await until(file.exists, 30)
+    writer.tell(m.Abandon(1, "ValueError: no"))
+    failed = writer.reply()
+    assert (failed.error().message, failed.told) == ("ValueError: no", True)
+    assert not file.exists()
+
+
 async def test_a_rank_keeps_its_files_if_rank_0_is_late(writer: Writer, prepared: Prepared) -> None:
     file = begun(writer, prepared, 0.0)
     writer.tell(m.Finish(1))

@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import re
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,16 @@ import torch
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from tests.processes import run_script
 
-from torchstore_snapshot import NotAtomicError, Snapshot, SnapshotExistsError, StateDict, gc
+import torchstore_core as ts
+from torchstore_snapshot import (
+    NotAtomicError,
+    Series,
+    Snapshot,
+    SnapshotExistsError,
+    SnapshotStorageError,
+    StateDict,
+    gc,
+)
 from torchstore_snapshot.format.paths import MANIFEST
 from torchstore_snapshot.storage import remote
 from torchstore_snapshot.storage.opening import open_storage
@@ -291,3 +303,40 @@ def test_a_folder_that_is_the_root_of_a_file_system(tmp_path: Path) -> None:
     report = gc(tmp_path, keep_last=1, grace=0)
     assert (report.dropped, report.unreadable) == (("0", "1"), {})
     assert open_storage(tmp_path / "0").siblings() == ["2"]
+
+
+@pytest.mark.parametrize("url", ["memory://", "memory:///", "s3://", "simplecache::memory://"])
+def test_a_url_of_no_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    """Without the slashes at its end, it would be a relative path."""
+    monkeypatch.chdir(tmp_path)
+    for call in (Snapshot, partial(Snapshot.take, app_state={}), Series, gc):
+        with pytest.raises(ts.ConfigurationError, match="names no folder"):
+            call(url)
+    assert [*tmp_path.iterdir()] == []
+
+
+class _Plain(SimpleHTTPRequestHandler):
+    """Sends whole files, whatever part of them was asked for."""
+
+    def log_message(self, *_: object) -> None:
+        """Nobody reads it."""
+
+
+def test_a_server_without_ranges_is_not_taken_for_damage(tmp_path: Path) -> None:
+    Snapshot.take(tmp_path / "s", {"m": StateDict(w=torch.ones(5000), n=1)}, fsync=False)
+    handler = partial(_Plain, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            snapshot = Snapshot(f"http://127.0.0.1:{server.server_port}/s")
+            assert snapshot.read_object("m/n") == 1
+            own = StateDict(w=torch.zeros(5000), n=0)
+            with pytest.raises(SnapshotStorageError, match="a part of a file"):
+                snapshot.restore({"m": own})
+            assert (int(own["w"].sum()), own["n"]) == (0, 0)
+        finally:
+            server.shutdown()
+            thread.join()

@@ -110,7 +110,8 @@ class Snapshot:
             storage_options: as for the class.
             options: ``file_max``, bytes of tensors in one file (2 GiB); ``threads``, how many
                 threads write (the number of copy threads); ``progress``, True for a bar on a
-                terminal, or a function of the bytes that are done and of all bytes;
+                terminal, or a function of the bytes that are done and of all bytes (what it raises
+                ends the take);
                 ``memory_budget``, as for :meth:`async_take`: this call stages nothing, and has a
                 few buffers of 4 MiB for each thread.
 

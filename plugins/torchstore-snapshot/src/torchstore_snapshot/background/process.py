@@ -29,6 +29,7 @@ class Job:
         written: called in another thread, each time that a batch has been written.
         advance: called in another thread with numbers of bytes that have been written.
         told: whether the other ranks were told why it has failed.
+        error: what ``advance`` raised.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Job:
         self.written = written
         self.advance = advance
         self.told = False
+        self.error: BaseException | None = None
 
 
 class WriterProcess:
@@ -127,13 +129,15 @@ class WriterProcess:
                 case m.Wrote():
                     job.written()
                 case m.Advanced():
-                    if job.advance is not None:
-                        job.advance(reply.nbytes)
+                    self._advance(job, reply.nbytes)
+                case m.Done() if job.error is not None:  # it was committed before it was given up
+                    job.told = True
+                    job.done.set_exception(job.error)
                 case m.Done():
                     job.done.set_result(None)
                 case m.Failed():
                     job.told = reply.told
-                    job.done.set_exception(reply.error())
+                    job.done.set_exception(job.error or reply.error())
                     job.written()
         with self._lock:
             self.alive = False
@@ -144,6 +148,16 @@ class WriterProcess:
         for job in jobs:
             job.done.set_exception(self._error())
             job.written()
+
+    def _advance(self, job: Job, nbytes: int) -> None:
+        """Say how far a take is. If whoever is told raises, the take is given up."""
+        try:
+            if job.advance is not None:
+                job.advance(nbytes)
+        except BaseException as error:  # noqa: BLE001 - whoever waits for the take is told
+            job.advance, job.error = None, error
+            with contextlib.suppress(SnapshotWriterError):
+                self.send(m.Abandon(job.number, f"{type(error).__name__}: {error}"))
 
     def _error(self) -> SnapshotWriterError:
         return SnapshotWriterError(

@@ -20,6 +20,7 @@ from torchstore_core.errors import TorchStoreError
 from torchstore_snapshot.background import messages as m
 from torchstore_snapshot.background.job import STORE, WrittenTake
 from torchstore_snapshot.background.rendezvous import rank_0_was_late, report_failure
+from torchstore_snapshot.errors import SnapshotError
 
 __all__ = ["main"]
 
@@ -99,8 +100,11 @@ def _serve(
                 program.ended(message.job)  # it has failed, and more was staged in the meantime
             elif isinstance(message, m.Abandon):
                 del takes[message.job]
-                take.fail(message.error)
+                told = take.fail(message.error)
                 program.ended(message.job)
+                given_up = SnapshotError(message.error)
+                with contextlib.suppress(OSError):  # the program has ended
+                    m.send(connection, m.Failed.of(message.job, given_up, told=told))
             elif take.handle(message):
                 del takes[message.job]
                 program.ended(message.job)

@@ -48,6 +48,7 @@ class Place(NamedTuple):
     @classmethod
     def at(cls, path: str) -> Place:
         """Return the series in a folder."""
+        open_storage(path)  # refuses what names no folder
         member = open_storage(f"{path.rstrip('/')}/.none")
         return cls(member.url.rpartition("/")[0], member)
 

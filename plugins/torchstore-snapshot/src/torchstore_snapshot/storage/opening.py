@@ -24,13 +24,15 @@ def open_storage(path: str | os.PathLike[str]) -> Storage:
 
     Raises:
         ConfigurationError: the URL's scheme is unknown, the package for it is not installed, the
-            path is no path, a URL of a local folder names another host or a relative path, or a
-            folder is given ``storage_options``.
+            path is no path, a URL names no folder, one of a local folder names another host or a
+            relative path, or a folder is given ``storage_options``.
     """
     text: object = os.fspath(path)
     if not isinstance(text, str) or not text or "\0" in text:
         raise ConfigurationError(f"the path of a snapshot is a str, not {text!r}")
     if is_remote(text):
+        if not text.rpartition("://")[2].strip("/"):
+            raise ConfigurationError(f"{text!r} names no folder", details={"path": text})
         return RemoteStorage.at(text)
     local = _LOCAL.match(text)
     if for_folders():

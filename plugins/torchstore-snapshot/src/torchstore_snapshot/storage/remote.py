@@ -94,6 +94,12 @@ class RemoteReader:
             part = rest[:PART]
             with naming(self._url):
                 data = self._fs.cat_file(self._path, start=offset, end=offset + part.nbytes)
+            if len(data) > part.nbytes:
+                raise SnapshotStorageError(
+                    f"the server of {self._url!r} does not know requests for a part of a file: it "
+                    f"sent {len(data)} bytes instead of {part.nbytes}; copy the snapshot elsewhere",
+                    details={"path": self._url},
+                )
             if len(data) != part.nbytes:
                 raise EOFError(f"the file ends {part.nbytes - len(data)} bytes too early")
             part[:] = data
