@@ -43,6 +43,7 @@ class Key:
         keep: how many versions can be read.
         joint: versions that are not whole.
         deleted: the point of the last delete.
+        ended: the highest version that deletes may have ended of puts whose commits were refused.
         exact: whether the store has no choice about versions that several participants put.
         puts: all calls that contribute to such versions.
     """
@@ -50,6 +51,7 @@ class Key:
     __slots__ = (
         "contents",
         "deleted",
+        "ended",
         "exact",
         "fades",
         "joint",
@@ -69,6 +71,7 @@ class Key:
         self.keep = 1
         self.joint: dict[int, Joint] = {}
         self.deleted = 0.0
+        self.ended = 0
         self.exact = exact
         self.puts = puts
 
@@ -103,7 +106,10 @@ class Key:
 
     def clear(self, point: float) -> None:
         """It is deleted."""
-        begun = [c.result[0] for c in self.puts if c.result and c.begun < point]
+        before = [c for c in self.puts if c.begun < point]
+        begun = [c.result[0] for c in before if c.result]
+        refused = [c for c in before if c.code == "store-full" and c.begun < c.at]
+        self.ended = max([self.ended, *[c.operation.version for c in refused]])
         self.used = max([self.used, self.newest, *self.joint, *begun])
         self.newest, self.keep, self.deleted = 0, 1, point
         self.contents = {}

@@ -119,7 +119,7 @@ class Model:
         operation = call.operation
         key = self.key(operation.keys[0])
         if call.code == "version-gone":
-            used = max([key.used, *key.joint])
+            used = max([key.used, key.ended, *key.joint])
             late = operation.version and (operation.version <= used or not key.exact)
             return "" if late else f"only versions up to {used} were used"
         if call.code == "key-not-found":

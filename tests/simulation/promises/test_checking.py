@@ -192,6 +192,24 @@ def test_a_partial_version_waits_for_older_ones(told: Told) -> None:
     told.is_wrong("it sees version 3 of 'dicts', which is at 1")
 
 
+@pytest.mark.parametrize("begun", [1, 2])
+def test_a_delete_ends_puts_that_are_refused_later(told: Told, begun: int) -> None:
+    def refused(code: str, version: int, begun: int = 0) -> None:
+        more: Any = {"participants": 2, "names": ("own0",), "lines": (1,)}
+        told.call("publish", ("dicts",), code=code, version=version, begun=begun, **more)
+
+    told.call("exists", ("dicts",), [False])
+    told.call("delete", ("dicts",), 1)
+    refused("store-full", 3, begun)  # it had begun with the delete, or before
+    refused("version-gone", 3)
+    if begun == 1:
+        told.is_wrong("only versions up to 0 were used")
+    else:
+        told.holds()
+        refused("version-gone", 4)
+        told.is_wrong("only versions up to 3 were used")
+
+
 def read(told: Told, by: Operation, name: tuple[str, int, int], **how: Any) -> None:
     """A read of a reference that finds what was put by one operation."""
     sure, code = how.get("sure", True), how.get("code", "")
