@@ -95,8 +95,10 @@ def test_a_session_that_was_detached_keeps_its_leases_until_its_process_ends(liv
     lives.die()
     session = lives.controller.sessions[session.token]
     assert lives.controller.opened[session.token].via == via
+    session.keeps_memory = True
     lives.controller.detached.detach(session, via.process)
     lives.die()
+    assert lives.controller.detached.sessions[session.token].keeps_memory
     assert not lives.controller.sessions
     assert lives.controller.volumes[0].leased
     lives.controller.detached.watch_again(lives.controller.volumes[0])

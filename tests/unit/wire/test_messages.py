@@ -22,6 +22,7 @@ from torchstore_core.wire.framing import HEADER, decode_reply, decode_request, e
 REQUESTS: tuple[type[Any], ...] = typing.get_args(m.Request)
 REPLIES: tuple[type[Any], ...] = typing.get_args(m.Reply)
 NO_REPLY = (m.Abort, m.Release, m.Keep, m.Cancel, m.Warm, m.ProcessDied, m.CopierEnded)
+NO_REPLY = (*NO_REPLY, m.Via, m.ClientDied, m.RelayLost)
 NO_REPLY = (*NO_REPLY, m.Unhold, m.Lend, m.LendAll, m.Adopt, m.Claim, m.Contain, m.Resume)
 UNASKED = (m.Warmed, m.Lost, m.Prefault, m.Trim, m.WatchProcess, m.StartCopier)
 
@@ -57,6 +58,8 @@ def values(kind: mi.Type) -> st.SearchStrategy[Any]:
             return st.lists(values(kind.item_type), max_size=3).map(tuple)
         case mi.TupleType():
             return st.tuples(*map(values, kind.item_types))
+        case mi.NamedTupleType():
+            return st.builds(kind.cls, *[values(f.type) for f in kind.fields])
         case mi.DictType():
             return st.dictionaries(values(kind.key_type), values(kind.value_type), max_size=3)
         case mi.LiteralType():

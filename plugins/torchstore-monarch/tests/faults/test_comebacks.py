@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import AsyncIterator
 
+import psutil
 import pytest
 import torch
 from tests.monarch import acts
@@ -238,6 +239,20 @@ async def test_without_a_keeper_it_does_not_come_back(one_host: Job) -> None:
         await one_host.at(0, acts.get, "k")
     await until(lambda: _begins_anew(one_host), 30)
     assert not await one_host.at(0, acts.exists, "k")
+
+
+async def test_the_process_of_the_controllers_actor(one_host: Job) -> None:
+    """It owns the server and the keeper, and both end with it."""
+    await one_host.root(acts.initialize)
+    await one_host.at(0, acts.put_ones, "k", MB)
+    status = await one_host.root(acts.status)
+    owner = psutil.Process(status.keeper_pid).ppid()
+    os.kill(owner, signal.SIGKILL)
+    with pytest.raises(ts.StoreClosedError, match="what it had is lost"):
+        await one_host.at(0, acts.get, "k")
+    gone = {owner, status.keeper_pid, status.controller_pid}
+    await until(lambda: not gone & one_host.processes(), 10)
+    await until(lambda: _begins_anew(one_host), 30)
 
 
 async def _begins_anew(job: Job) -> bool:

@@ -76,7 +76,7 @@ _FETCHES = frozenset((m.Fetch, m.FetchRef, m.FetchKeys))
 _decode_ids = msgspec.msgpack.Decoder(list[int]).decode
 _decode_due = msgspec.msgpack.Decoder(tuple[list[int], list[int]]).decode
 _decode_number = msgspec.msgpack.Decoder(int).decode
-_decode_process = msgspec.msgpack.Decoder(Process | None).decode
+_decode_detached = msgspec.msgpack.Decoder(tuple[Process | None, bool]).decode
 _decode_release = msgspec.msgpack.Decoder(tuple[list[int], list[tuple[int, list[int]]]]).decode
 
 
@@ -575,7 +575,8 @@ class RecordedController(Controller):
 
     def _detach_again(self, record: Record) -> None:
         if (session := self._known.pop(record.session, None)) is not None:
-            DetachedSessions.detach(self.detached, session, _decode_process(record.body))
+            process, session.keeps_memory = _decode_detached(record.body)
+            DetachedSessions.detach(self.detached, session, process)
 
     def _detached_ended_again(self, record: Record) -> None:
         DetachedSessions.process_ended(self.detached, record.body)
@@ -639,7 +640,9 @@ class _RecordedDetached(DetachedSessions):
     def detach(self, session: SessionRecord, process: Process | None) -> None:
         if session.token in self._recorded.sessions:
             detach = partial(self._recorded._silently, super().detach, session, process)
-            self._recorded._sooner_or_later(_DETACH, session.serial, _encode(process), detach)
+            # That it keeps memory is no request: its client has told it, and cannot any more.
+            body = _encode((process, session.keeps_memory))
+            self._recorded._sooner_or_later(_DETACH, session.serial, body, detach)
 
     def process_ended(self, token: bytes) -> None:
         if token in self.sessions:
