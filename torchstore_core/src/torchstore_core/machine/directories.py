@@ -53,14 +53,9 @@ class PrivateDirectory:
         control socket stays.
         """
         for path in self.path.glob("*.sock"):
-            if path.name == CONTROL or not path.is_socket():
-                continue
-            with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
-                probe.setblocking(False)
-                try:
-                    probe.connect(str(path))
-                except ConnectionRefusedError:
-                    path.unlink(missing_ok=True)
+            if path.name != CONTROL and path.is_socket() and is_abandoned(path):
+                with contextlib.suppress(OSError):
+                    path.unlink()
 
     def remove(self) -> None:
         """Remove the directory if it was created by this object. Idempotent."""
@@ -109,16 +104,24 @@ def remove_stale(base: Path) -> None:
             age = time.time() - control.stat().st_mtime
         except FileNotFoundError:
             continue
-        if age < _STALE_AFTER_S:  # its server may have bound it without listening yet
-            continue
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.settimeout(0.2)
-            try:
-                probe.connect(str(control))
-            except ConnectionRefusedError:
-                shutil.rmtree(path, ignore_errors=True)
-            except OSError:
-                continue
+        # A server that has just started may have bound it without listening yet.
+        if age >= _STALE_AFTER_S and is_abandoned(control):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def is_abandoned(path: str | Path) -> bool:
+    """Return whether a Unix socket is there at which nobody listens any more. A listener that is
+    busy does, and a socket file that was removed is not there.
+    """
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+    return False
 
 
 def file_system(directory: str) -> str:

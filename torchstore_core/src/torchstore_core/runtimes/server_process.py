@@ -7,7 +7,6 @@ import atexit
 import logging
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ from torchstore_core.errors import (
     from_wire,
     in_seconds,
 )
+from torchstore_core.machine.directories import is_abandoned
 from torchstore_core.machine.processes import is_exiting
 
 log = logging.getLogger(__name__)
@@ -131,19 +131,8 @@ class ServerProcess:
         process = self._process
         if process is None or os.getpid() != self._owner:
             return False
-        if process.poll() is not None or is_exiting(process.pid):
-            return True
-        with socket.socket(
-            socket.AF_UNIX
-        ) as sock:  # a server that is about to exit no longer listens
-            sock.setblocking(False)
-            try:
-                sock.connect(self._path)
-            except ConnectionRefusedError:
-                return True
-            except OSError:  # it is busy, or the socket file was removed
-                return False
-        return False
+        # A server that is about to exit no longer listens.
+        return process.poll() is not None or is_exiting(process.pid) or is_abandoned(self._path)
 
     def release(self) -> threading.Thread:
         """Leave the server to its members: :meth:`stop` and the end of this process no longer

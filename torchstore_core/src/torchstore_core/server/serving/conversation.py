@@ -413,7 +413,10 @@ class Conversation:
         kind = type(request)
         self._server.controller.operations[kind] += 1
         answer = _ANSWERS.get(kind)
-        return None if answer is None else answer(self, request, session, body)
+        if answer is not None:
+            reply: m.Reply | None = answer(self, request, session, body)
+            return reply
+        return self._answer_seldom(request, session)
 
     def _put(self, request: m.Put, session: SessionRecord, body: bytes) -> m.Reply:
         versions, grants = self._server.controller.put(session, request, body)
@@ -423,11 +426,20 @@ class Conversation:
             return m.Committed(request.id, versions)
         return committed(request.id, versions)
 
+    def _put_object(self, request: m.PutObject, session: SessionRecord, body: bytes) -> m.Reply:
+        return granted(request.id, *self._server.controller.put_object(session, request, body))
+
+    def _commit(self, request: m.Commit, session: SessionRecord, body: bytes) -> m.Reply:
+        return committed(request.id, self._server.controller.commit(session, request.txn, body))
+
     def _locate(self, request: m.Locate, session: SessionRecord, body: bytes) -> m.Reply:
         entries, leased = self._server.controller.locate(session, request)
         if type(entries) is m.EntryColumns:
             return m.Located(request.id, [], leased, columns=entries)
         return m.Located(request.id, entries, leased)
+
+    def _fetch(self, request: m.Fetch, session: SessionRecord, body: bytes) -> m.Reply:
+        return self._server.controller.fetch(session, request)
 
     def _release(self, request: m.Release, session: SessionRecord, body: bytes) -> None:
         if self._delayed:
@@ -435,10 +447,72 @@ class Conversation:
         controller = self._server.controller
         controller.release(session, request.leases, request.parts, remember=self._liveness)
 
-    def _abort(self, request: m.Abort, session: SessionRecord, body: bytes) -> None:
-        if self._delayed:
-            self._give_up(request.txns, ())
+    def _delete(self, request: m.Delete, session: SessionRecord, body: bytes) -> m.Reply:
+        by = session, request.txn
+        deleted = self._server.controller.delete(request.keys, request.strict, by)
+        return m.Deleted(request.id, deleted)
 
+    def _exists(self, request: m.Exists, session: SessionRecord, body: bytes) -> m.Reply:
+        return m.Flags(request.id, self._server.controller.exists(request.keys))
+
+    def _answer_about_holds(
+        self, request: m.Request, session: SessionRecord, body: bytes
+    ) -> m.Reply | None:
+        return answer_holds(self._server.controller, session, request)
+
+    def _answer_seldom(self, request: m.Request, session: SessionRecord) -> m.Reply | None:
+        """Answer what is not asked so often that it matters how long it takes to find its case."""
+        controller = self._server.controller
+        if type(request) is m.Abort:
+            if self._delayed:
+                self._give_up(request.txns, ())
+            self._abort(session, request)
+        elif type(request) is m.Keep:
+            session.keeps_memory = True
+        elif type(request) is m.Keys:
+            return m.KeyList(request.id, controller.keys(request.prefix))
+        elif type(request) is m.Cancel:
+            self._sender.cancel(request.request)
+            waiter = self._waiters.pop(request.request, None)
+            if waiter is not None:
+                controller.waiting.forget(waiter)
+        elif type(request) is m.Unmet:
+            unmet = controller.waiting.unmet(request.keys, request.min_version)
+            return m.UnmetKeys(request.id, unmet)
+        elif type(request) is m.Versions:
+            return m.Committed(request.id, controller.catalog.versions(request.key))
+        elif type(request) is m.Stat:
+            asked = request.key, request.version
+            found = inspection.stat(controller.catalog, controller.volumes, *asked)
+            return m.StatReply(request.id, found)
+        elif type(request) is m.List:
+            listed, pending, more = inspection.listing(
+                controller.catalog, controller.volumes, request.prefix, request.after
+            )
+            return m.Listing(request.id, listed, more, pending)
+        elif type(request) is m.Handshake:
+            self._server.handshakes.answer(session, request, self.send)
+        elif type(request) is m.Settle:
+            done = m.Done(request.id)
+            uncertain = [(request.volume, request.transport)]
+            self._server.handshakes.settle(session, uncertain, lambda: self.send(done))
+        elif type(request) is m.Status:
+            return m.StatusReply(request.id, self._server.status())
+        elif type(request) is m.Shutdown:
+            return self._server.shutdown(request.id, session)
+        elif type(request) is m.Again:
+            return self._answer_again(request.request, session)
+        elif type(request) is m.Resume:
+            self._server.resumed(session, request)
+        elif type(request) is m.TakeCopies:
+            controller.repairs.take(session, request, self.send)
+        elif type(request) is m.Drain:
+            return m.DrainReply(request.id, controller.drains.drain(request))
+        elif type(request) is m.ClientDied or type(request) is m.RelayLost:
+            self._of_line(request)
+        return None
+
+    def _abort(self, session: SessionRecord, request: m.Abort) -> None:
         def abort() -> None:
             self._server.controller.abort(session, request.txns, remember=self._liveness)
 
@@ -446,31 +520,6 @@ class Conversation:
             self._server.handshakes.settle(session, request.unsettled, abort)
         else:
             abort()
-
-    def _cancel(self, request: m.Cancel, session: SessionRecord, body: bytes) -> None:
-        self._sender.cancel(request.request)
-        waiter = self._waiters.pop(request.request, None)
-        if waiter is not None:
-            self._server.controller.waiting.forget(waiter)
-
-    def _stat(self, request: m.Stat, session: SessionRecord, body: bytes) -> m.Reply:
-        catalog, volumes = self._server.controller.catalog, self._server.controller.volumes
-        found = inspection.stat(catalog, volumes, request.key, request.version)
-        return m.StatReply(request.id, found)
-
-    def _list(self, request: m.List, session: SessionRecord, body: bytes) -> m.Reply:
-        catalog, volumes = self._server.controller.catalog, self._server.controller.volumes
-        wanted = request.prefix, request.after
-        listed, pending, more = inspection.listing(catalog, volumes, *wanted)
-        return m.Listing(request.id, listed, more, pending)
-
-    def _handshake(self, request: m.Handshake, session: SessionRecord, body: bytes) -> None:
-        self._server.handshakes.answer(session, request, self.send)
-
-    def _settle(self, request: m.Settle, session: SessionRecord, body: bytes) -> None:
-        done = m.Done(request.id)
-        uncertain = [(request.volume, request.transport)]
-        self._server.handshakes.settle(session, uncertain, lambda: self.send(done))
 
     def _check_room_for_wait(self, ident: int) -> None:
         if len(self._waiters) >= _MAX_WAITERS or ident in self._waiters:
@@ -509,49 +558,29 @@ class Conversation:
             self._waiters[request.id] = waiter
 
 
-def _keep_memory(session: SessionRecord) -> None:
-    session.keeps_memory = True
-
-
-def _of(conversation: Conversation) -> Controller:
-    return conversation._server.controller
-
-
-_Answer = Callable[[Conversation, Any, SessionRecord, bytes], m.Reply | None]
-
 # How requests of each class are answered. A ``match`` with their classes would compare them one by
 # one, which takes a thousand instructions for each that it is not: for a small get, a tenth of all.
-# Each is given the conversation, the request, its session, and the request as it has arrived, if it
-# is at hand.
-_ANSWERS: dict[type[m.Message], _Answer] = {
-    **dict.fromkeys((m.Put, m.Rewind), Conversation._put),
-    m.PutObject: lambda c, r, s, body: granted(r.id, *_of(c).put_object(s, r, body)),
-    m.Commit: lambda c, r, s, body: committed(r.id, c._server.controller.commit(s, r.txn, body)),
-    m.Abort: Conversation._abort,
-    **dict.fromkeys((m.Locate, m.LocateRefs, m.LocateKeys), Conversation._locate),
-    **dict.fromkeys((m.Fetch, m.FetchRef, m.FetchKeys), lambda c, r, s, _: _of(c).fetch(s, r)),
+# Each is also given the request as it has arrived, if it is at hand.
+_ANSWERS: dict[
+    type[m.Message], Callable[[Conversation, Any, SessionRecord, bytes], m.Reply | None]
+] = {
+    m.Put: Conversation._put,
+    m.Rewind: Conversation._put,
+    m.PutObject: Conversation._put_object,
+    m.Commit: Conversation._commit,
+    m.Locate: Conversation._locate,
+    m.LocateRefs: Conversation._locate,
+    m.LocateKeys: Conversation._locate,
+    m.Fetch: Conversation._fetch,
+    m.FetchRef: Conversation._fetch,
+    m.FetchKeys: Conversation._fetch,
     m.Release: Conversation._release,
-    m.Keep: lambda c, r, s, _: _keep_memory(s),
-    m.Delete: lambda c, r, s, _: m.Deleted(r.id, _of(c).delete(r.keys, r.strict, (s, r.txn))),
-    m.Exists: lambda c, r, s, _: m.Flags(r.id, _of(c).exists(r.keys)),
-    m.Keys: lambda c, r, s, _: m.KeyList(r.id, _of(c).keys(r.prefix)),
-    m.Versions: lambda c, r, s, _: m.Committed(r.id, _of(c).catalog.versions(r.key)),
-    **dict.fromkeys((m.Wait, m.WaitAfter), Conversation._wait),
+    m.Delete: Conversation._delete,
+    m.Exists: Conversation._exists,
+    m.Wait: Conversation._wait,
+    m.WaitAfter: Conversation._wait,
     m.WaitAny: Conversation._wait_any,
-    m.Unmet: lambda c, r, s, _: m.UnmetKeys(r.id, _of(c).waiting.unmet(r.keys, r.min_version)),
-    m.Cancel: Conversation._cancel,
-    **dict.fromkeys(HOLD_REQUESTS, lambda c, r, s, _: answer_holds(_of(c), s, r)),
-    m.Stat: Conversation._stat,
-    m.List: Conversation._list,
-    m.Status: lambda c, r, s, _: m.StatusReply(r.id, c._server.status()),
-    m.Handshake: Conversation._handshake,
-    m.Settle: Conversation._settle,
-    m.TakeCopies: lambda c, r, s, _: _of(c).repairs.take(s, r, c.send),
-    m.Drain: lambda c, r, s, _: m.DrainReply(r.id, _of(c).drains.drain(r)),
-    m.Again: lambda c, r, s, _: c._answer_again(r.request, s),
-    m.Resume: lambda c, r, s, _: c._server.resumed(s, r),
-    m.Shutdown: lambda c, r, s, _: c._server.shutdown(r.id, s),
-    **dict.fromkeys((m.ClientDied, m.RelayLost), lambda c, r, s, _: c._of_line(r)),
+    **dict.fromkeys(HOLD_REQUESTS, Conversation._answer_about_holds),
 }
 
 
