@@ -251,6 +251,9 @@ async def test_no_descriptor_for_a_connection_or_for_a_store(scarce: ScarceServe
     none_left = "no file descriptor left for the list of installed plug-ins"
     with descriptors_left(0), pytest.raises(ts.TransportNotReadyError, match=none_left):
         await ts.initialize(store_name="no-descriptors")
+    none_left = "no file descriptor left for the list of stores"
+    with descriptors_left(0), pytest.raises(ts.TransportNotReadyError, match=none_left):
+        await ts.stores()
 
 
 @contextmanager

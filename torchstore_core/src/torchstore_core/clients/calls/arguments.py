@@ -7,7 +7,7 @@ import re
 from torchstore_core.errors import ConfigurationError, UnsupportedValueError
 from torchstore_core.wire import messages as m
 
-__all__ = ["check_key", "check_version"]
+__all__ = ["check_allow_pickle", "check_key", "check_version"]
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
@@ -26,6 +26,17 @@ def check_key(key: object) -> str:
         )
     what = f"{len(key)} characters" if isinstance(key, str) else type(key).__qualname__
     raise UnsupportedValueError(f"a key is a str of 1 to {m.MAX_KEY} characters, not {what}")
+
+
+def check_allow_pickle(given: object) -> bool:
+    """Return ``given`` if it is a bool: text that means no would be true.
+
+    Raises:
+        ConfigurationError: it is something else.
+    """
+    if not isinstance(given, bool):
+        raise ConfigurationError(f"allow_pickle is a bool, or None, not {given!r}")
+    return given
 
 
 def check_version(version: int | None, *, rewind: object = False) -> int:

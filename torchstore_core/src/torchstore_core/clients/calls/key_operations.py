@@ -243,7 +243,7 @@ def check_size(nbytes: object) -> None:
 
 def check_min_version(version: object) -> None:
     """Raise UnsupportedValueError unless ``version`` is one that can be waited for, or None."""
-    if version is None or (isinstance(version, int) and -(1 << 63) <= version < 1 << 63):
+    if version is None or (type(version) is int and -(1 << 63) <= version < 1 << 63):
         return
     raise UnsupportedValueError(f"min_version is an int or None, not {version!r}")
 
