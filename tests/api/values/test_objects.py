@@ -265,6 +265,17 @@ async def test_a_batch_with_one_unsafe_value_stores_nothing(shared):
     assert not await ts.exists("b")
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("made", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+async def test_sparse_tensors_inside_of_objects(shared, made):
+    """They were called freed ones, of FSDP."""
+    sparse = made(torch.eye(3))
+    await ts.put("o", {"optimiser": [sparse]})
+    (got,) = (await ts.get("o"))["optimiser"]
+    assert got.layout == sparse.layout
+    assert torch.equal(got.to_dense(), torch.eye(3))
+
+
 @pytest.mark.parametrize("wrong", ["no", "0", 0, 1])
 async def test_allow_pickle_is_a_bool(shared, wrong):
     """Text that means no would allow it."""
