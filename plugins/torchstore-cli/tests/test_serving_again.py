@@ -100,7 +100,12 @@ async def test_all_end_with_the_command() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "code"),
-    [(("--strategy", "nonsense"), "plugin"), (("--spill", "/proc/nowhere"), "configuration")],
+    [
+        (("--strategy", "nonsense"), "plugin"),
+        (("--spill", "/proc/nowhere"), "configuration"),
+        (("--spill", "s3://bucket/folder"), "configuration"),
+        (("--spill-capacity", "1GiB"), "configuration"),
+    ],
 )
 def test_why_it_cannot_start(arguments: tuple[str, ...], code: str) -> None:
     done = subprocess.run(
@@ -113,6 +118,23 @@ def test_why_it_cannot_start(arguments: tuple[str, ...], code: str) -> None:
     )
     assert done.returncode == 1
     assert json.loads(done.stdout)["error"] == code
+
+
+async def test_a_directory_to_spill_to_may_be_a_url(tmp_path: Path, directory: Path) -> None:
+    """As for ``initialize``; it was taken for a path below the working directory."""
+    place = tmp_path / "disk"
+    with serving("--directory", str(directory), "--spill", place.as_uri()) as (_, ready):
+        client = await ts.connect(ready["address"], timeout=60)
+        assert (await client.status()).spill.directory == str(place)
+        await ts.shutdown()
+
+
+@pytest.mark.parametrize("option", ["--timeout", "--wait"])
+def test_nan_is_no_number_of_seconds(option: str) -> None:
+    command = [SCRIPT, "drain", "any", option, "nan"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "'nan' is not a number of seconds" in done.stderr
 
 
 @pytest.mark.soak

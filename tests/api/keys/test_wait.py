@@ -85,7 +85,7 @@ async def test_min_version(shared):
     other = await ts.put("other", 1)
     with pytest.raises(ts.StoreTimeoutError):
         await ts.wait(["k", "other"], min_version=other.version + 1, timeout=0.05)
-    for wrong in ("3", 2.0):
+    for wrong in ("3", 2.0, True):
         with pytest.raises(ts.UnsupportedValueError, match="min_version"):
             await ts.wait("k", min_version=wrong)
 

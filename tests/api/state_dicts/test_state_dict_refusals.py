@@ -58,6 +58,8 @@ async def test_arguments_that_make_no_sense(shared):
             await ts.get_state_dict("k", min_version=wrong)
     with pytest.raises(ts.ConfigurationError, match="version"):
         await ts.get_state_dict("k", version=0)
+    with pytest.raises(ts.ConfigurationError, match="report is a StateDictReport"):
+        await ts.get_state_dict("k", report=[])
     with pytest.raises(ts.ConfigurationError, match="below min_version"):
         await ts.get_state_dict("k", version=2, min_version=3)
     assert (await ts.get_state_dict("k"))["w"].item() == 1

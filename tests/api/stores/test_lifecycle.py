@@ -249,6 +249,9 @@ async def test_connect_to_what_is_not_there(tmp_path, store):
     for address in (f"unix:{tmp_path}/none.sock", "tcp:1.2.3.4:5", "", "nonsense"):
         with pytest.raises(ts.StoreClosedError):
             await ts.connect(address, store_name="other", timeout=5)
+    for wrong in (None, 5):
+        with pytest.raises(ts.ConfigurationError, match="an address is a str"):
+            await ts.connect(wrong, store_name="other")
     with pytest.raises(ts.ConfigurationError, match="owns a store 'torchstore'"):
         await ts.connect(f"unix:{tmp_path}/none.sock")
     with pytest.raises(ts.StoreClosedError):
@@ -330,6 +333,7 @@ async def test_connecting_again_changes_no_earlier_client():
         {"prefault": 0.5},
         {"timeout": "x"},
         {"store_name": 3},
+        {"runtime": None},
         {"prefer": "shm"},
         {"block": "shm"},
         {"prefer": ["shn"]},

@@ -82,6 +82,9 @@ async def test_not_a_batch(shared):
     await ts.put("a", 1)
     with pytest.raises(ts.UnsupportedValueError, match="one str"):
         await ts.get_batch("a")
+    for wrong in (None, 1):
+        with pytest.raises(ts.UnsupportedValueError, match="a list of keys or a dict"):
+            await ts.get_batch(wrong)
     for wrong in ([("a", 2)], {"a"}, "a"):
         with pytest.raises(ts.UnsupportedValueError, match="dict"):
             await ts.put_batch(wrong)

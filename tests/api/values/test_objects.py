@@ -265,6 +265,36 @@ async def test_a_batch_with_one_unsafe_value_stores_nothing(shared):
     assert not await ts.exists("b")
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("made", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+async def test_sparse_tensors_inside_of_objects(shared, made):
+    """They were called freed ones, of FSDP."""
+    sparse = made(torch.eye(3))
+    await ts.put("o", {"optimiser": [sparse]})
+    (got,) = (await ts.get("o"))["optimiser"]
+    assert got.layout == sparse.layout
+    assert torch.equal(got.to_dense(), torch.eye(3))
+
+
+@pytest.mark.parametrize("wrong", ["no", "0", 0, 1])
+async def test_allow_pickle_is_a_bool(shared, wrong):
+    """Text that means no would allow it."""
+    for call in (
+        lambda: ts.put("o", 1, allow_pickle=wrong),
+        lambda: ts.put_batch({"o": 1}, allow_pickle=wrong),
+        lambda: ts.put_object(1, allow_pickle=wrong),
+        lambda: ts.put_state_dict({"o": 1}, "s", allow_pickle=wrong),
+        lambda: ts.get("o", allow_pickle=wrong),
+        lambda: ts.get_batch(["o"], allow_pickle=wrong),
+        lambda: ts.get_state_dict("s", allow_pickle=wrong),
+        lambda: ts.connect(shared.address, store_name="other", allow_pickle=wrong),
+        lambda: ts.initialize(store_name="other", capacity=1 << 20, allow_pickle=wrong),
+    ):
+        with pytest.raises(ts.ConfigurationError, match="allow_pickle is a bool"):
+            await call()
+    assert await ts.keys() == []
+
+
 async def test_allow_pickle_is_a_default_of_the_client_too():
     async with running_store(store_name="strict", allow_pickle=False) as client:
         with pytest.raises(ts.UnsafeObjectError):

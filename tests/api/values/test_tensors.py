@@ -202,6 +202,25 @@ async def test_refused_by_name(shared, name):
     assert await ts.keys() == []
 
 
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize(
+    "expanded",
+    [
+        lambda: torch.zeros(1, 1).expand(1 << 31, 1 << 31),
+        lambda: torch.zeros(1, dtype=torch.float64).expand((1 << 61) + 1),
+        lambda: torch.zeros(1, dtype=torch.uint8).expand(1 << 62),
+    ],
+    ids=["2**64 bytes", "more", "less"],
+)
+async def test_more_bytes_than_there_are_addresses(shared, expanded, count):
+    """Where torch's arithmetic overflows, a value of no bytes was stored that nobody could read."""
+    with pytest.raises(ts.UnsupportedValueError, match="expanded to more bytes than any memory"):
+        await ts.put_batch({f"r{at}": expanded() for at in range(count)})
+    with pytest.raises(ts.UnsupportedValueError, match="expanded to more bytes than any memory"):
+        await ts.put_state_dict({"r": expanded()}, "s")
+    assert await ts.keys() == []
+
+
 async def test_only_sparse_tensors_are_called_sparse(shared):
     with pytest.raises(ts.UnsupportedValueError) as e:
         await ts.put("r", torch.ones(3).to_mkldnn())

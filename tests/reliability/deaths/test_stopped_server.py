@@ -41,12 +41,15 @@ CALLS: dict[str, tuple[str, Callable[[ts.Client], Awaitable[Any]]]] = {
 def _check(error: BaseException | None, name: str, key: str, where: str) -> None:
     assert type(error) is ts.StoreTimeoutError, (name, error)
     about = f"{key!r}: " if key else ""
+    more = ""
+    if error.details.get("accepted"):  # a new connection: there may be no descriptor for it, too
+        more = ", or has no file descriptors left for more clients, as its log says"
     assert (
         str(error)
         == error.args[0]
         == (
             f"{about}store 'torchstore' ({where}) did not answer `{name}` within 0.333 s: it is "
-            "stopped, or busy"
+            f"stopped, or busy{more}"
         )
     )
     assert error.key == (key or None)

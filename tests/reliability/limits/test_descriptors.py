@@ -183,7 +183,8 @@ async def test_memory_that_is_handed_over_too_late_is_not_lost_for_the_session(
             assert f"connects to {path} waits" in scarce.log()
             assert f"connects to {shm} waits" in scarce.log()
             assert await scarce.busy(0.5) < 0.1
-            with pytest.raises(ts.StoreTimeoutError):  # its channel waits as well
+            no_more = "busy, or has no file descriptors left for more clients"
+            with pytest.raises(ts.StoreTimeoutError, match=no_more):  # its channel waits as well
                 await client.put("late", LARGE, timeout=0.3)
             resource.prlimit(scarce.process.pid, resource.RLIMIT_NOFILE, before)
             await until(lambda: uses_shm(client))
@@ -251,6 +252,9 @@ async def test_no_descriptor_for_a_connection_or_for_a_store(scarce: ScarceServe
     none_left = "no file descriptor left for the list of installed plug-ins"
     with descriptors_left(0), pytest.raises(ts.TransportNotReadyError, match=none_left):
         await ts.initialize(store_name="no-descriptors")
+    none_left = "no file descriptor left for the list of stores"
+    with descriptors_left(0), pytest.raises(ts.TransportNotReadyError, match=none_left):
+        await ts.stores()
 
 
 @contextmanager

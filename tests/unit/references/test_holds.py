@@ -424,6 +424,31 @@ def test_what_is_in_a_value_lasts_as_long_as_that(store: Store):
     assert not store.holds.containers
 
 
+def test_a_chain_of_values_takes_the_whole_time_only_once(store: Store):
+    sender = store.session()
+    length = 20
+    chain = [store.put_object(sender, 1, b"first")]
+    for at in range(1, length):
+        store.holds.lend(sender, at, 70 + at)
+        chain.append(store.put_object(sender, at + 1, b"next"))
+        store.holds.contain(sender, m.Contain([70 + at], *chain[-1], timeline=0))
+        store.holds.unhold(sender, [at])
+    store.clock.advance(10 * GRACE_S)
+    assert all(map(store.has, chain))
+    store.holds.unhold(sender, [length])
+    assert not store.has(chain[-1])
+    store.clock.advance(GRACE_S - 0.1)
+    assert all(map(store.has, chain[:-1]))  # somebody may just have read the last one
+    store.clock.advance(0.2)
+    assert not store.has(chain[-2])
+    store.holds.hurry()  # a second is the least, however full memory is
+    store.clock.advance(SHORT_GRACE_S - 0.2)
+    assert all(map(store.has, chain[:-2]))  # or this one, by its number
+    store.clock.advance(length * (SHORT_GRACE_S + 0.05))
+    assert not any(map(store.has, chain))
+    assert store.used == 0
+
+
 def test_what_is_put_into_a_version_that_is_gone_is_in_flight(store: Store):
     sender = store.session()
     inner = store.put_object(sender, 1, b"inner")

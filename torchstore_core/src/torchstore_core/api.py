@@ -120,7 +120,7 @@ async def initialize(
     place = check_spill(spill, spill_capacity)
     check_when_full(when_full, place)
     bandwidth = check_bandwidth(repair_bandwidth, os.environ)
-    policy = Policy.make(prefer, block)
+    policy, pickles = Policy.make(prefer, block), environment.allows_pickle(allow_pickle)
     registry = Registry(block=policy.block)
     with table.reserve(store_name) as ended:
         if ended is not None:
@@ -152,7 +152,7 @@ async def initialize(
             mesh,
             policy,
             timeout,
-            environment.allow_pickle_default() if allow_pickle is None else allow_pickle,
+            pickles,
         )
 
 
@@ -231,8 +231,7 @@ async def initialize_spmd(
             spill_to = check_spill(spill, spill_capacity)
             check_when_full(when_full, spill_to)
             bandwidth = check_bandwidth(repair_bandwidth, os.environ)
-            if allow_pickle is None:
-                allow_pickle = environment.allow_pickle_default()
+            allow_pickle = environment.allows_pickle(allow_pickle)
             ended = reserved.enter_context(table.reserve(store_name))
             if ended is not None:
                 await _leave(ended, _STOP_TIMEOUT_S)
@@ -284,8 +283,7 @@ async def connect(
         raise ConfigurationError(
             f"this process owns a store {store_name!r}; give the other one another store_name"
         )
-    if allow_pickle is None:
-        allow_pickle = environment.allow_pickle_default()
+    allow_pickle = environment.allows_pickle(allow_pickle)
     policy = Policy.make(prefer, block)
     if before is not None and before.leads_to(address, policy):
         # The same store again: earlier clients of it remain unchanged.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ import msgspec
 
 from torchstore_cli.reports import Failed, Report, Serving
 from torchstore_core import __version__
-from torchstore_core.contracts.when_full import WHEN_FULL
+from torchstore_core.contracts.when_full import WHEN_FULL, check_spill
 from torchstore_core.errors import ConfigurationError, TorchStoreError
 from torchstore_core.reports.units import parse_bytes
 
@@ -45,6 +46,16 @@ def _bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int
         raise click.BadParameter(str(error), ctx, param) from error
 
 
+class _Seconds(click.FloatRange):
+    """A number of seconds, which NaN is not: it is in every range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = super().convert(value, param, ctx)
+        if math.isnan(found):
+            self.fail(f"{value!r} is not a number of seconds.", param, ctx)
+        return found
+
+
 def _keep(ctx: click.Context, param: click.Parameter, value: Any) -> None:
     if value is not None and value is not False:
         setattr(ctx.ensure_object(_Settings), str(param.name), value)
@@ -60,7 +71,7 @@ def _common(command: F) -> F:
     for option in (
         click.option(
             "--timeout",
-            type=click.FloatRange(min=0, min_open=True),
+            type=_Seconds(min=0, min_open=True),
             metavar="SECONDS",
             expose_value=False,
             callback=_keep,
@@ -281,7 +292,7 @@ def bench(settings: _Settings, size: int, transports: bool, save: bool) -> None:
 )
 @click.option(
     "--spill",
-    type=click.Path(file_okay=False, resolve_path=True),
+    metavar="DIRECTORY",
     help="Directory on a disk, for values that leave memory when it is full.",
 )
 @click.option(
@@ -337,6 +348,7 @@ def serve(
         raise click.BadParameter("a store needs a name", param_hint="--name")
     if capacity is not None and capacity < 4096 * volumes:
         raise click.BadParameter("at least 4096 bytes a volume", param_hint="--capacity")
+    spill = check_spill(spill, spill_capacity)
     log_to_stderr("INFO", "torchstore")
 
     def ready(report: Serving) -> None:
@@ -363,7 +375,7 @@ def serve(
 @click.option("--undo", is_flag=True, help="Put the volume back in service.")
 @click.option(
     "--wait",
-    type=click.FloatRange(min=0),
+    type=_Seconds(min=0),
     metavar="SECONDS",
     help="How long to wait until it is empty. Default: for ever.",
 )

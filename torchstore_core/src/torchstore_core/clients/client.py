@@ -167,7 +167,7 @@ class Client(VolumeOperations):
                     "an object without a key is there as long as it is referred to, so it is not "
                     'evicted: when_full is "pinned" or "spillable"'
                 )
-            pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
+            pickle_too = self._pickles(allow_pickle)
             if isinstance(value, TorchStoreStateDict):
                 raise UnsupportedValueError(
                     "a packed state dict needs a key: put it with one, and hold that"
@@ -229,7 +229,7 @@ class Client(VolumeOperations):
         when_full: str | None,
     ) -> list[ObjectRef]:
         """Put values under these keys; returns their refs, in order."""
-        pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
+        pickle_too = self._pickles(allow_pickle)
         clock.version = exact = check_version(version, rewind=rewind)
         code = 0 if when_full is None else when_full_code(when_full)
         sources: Sequence[Source] | TensorColumns | None = None
@@ -332,6 +332,10 @@ class Client(VolumeOperations):
             Everything that ``get`` raises.
         """
         with self._watch("get_batch", timeout) as clock:
+            if not isinstance(keys, Iterable):
+                raise UnsupportedValueError(
+                    f"get_batch takes a list of keys or a dict, not {keys!r}"
+                )
             asked = keys if isinstance(keys, Mapping | str) else list(keys)
             if (named := names_and_tensors(asked)) is not None:
                 clock.entries = len(named.keys)
@@ -352,7 +356,7 @@ class Client(VolumeOperations):
     async def _get(
         self, wants: Sequence[ValueRequest] | Named, clock: Clock, allow_pickle: bool | None
     ) -> Sequence[Any]:
-        pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
+        pickle_too = self._pickles(allow_pickle)
         values: list[Any] = []
         dicts: list[tuple[int, int, StateDictMeta]] = []
         into_own = False
@@ -504,7 +508,7 @@ class Client(VolumeOperations):
         clock.version = exact = check_version(version, rewind=rewind)
         code = when_full_code(when_full)
         session, channel = self._here(clock) or await self._join(clock)
-        pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
+        pickle_too = self._pickles(allow_pickle)
         sources, group = plan_put(
             state_dict,
             check_key(key),
@@ -554,10 +558,12 @@ class Client(VolumeOperations):
             StoreTimeoutError: the version did not appear in time.
             LayoutMismatchError: names all entries that are missing, unexpected or mismatched.
         """
-        pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
+        pickle_too = self._pickles(allow_pickle)
         with self._watch("get_state_dict", timeout, key) as clock:
             clock.version = exact = check_version(version)
             check_min_version(min_version)
+            if report is not None and not isinstance(report, StateDictReport):
+                raise ConfigurationError(f"report is a StateDictReport, or None, not {report!r}")
             if exact and min_version is not None and min_version > exact:
                 raise ConfigurationError(f"version {exact} is below min_version {min_version}")
             wanted = getting.plan_get(check_key(key), user_state_dict)

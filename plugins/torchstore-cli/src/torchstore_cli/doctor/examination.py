@@ -258,7 +258,7 @@ def _check_platform(found: _Findings) -> None:
 
 def _check_environment(policy: Policy, registry: Registry, found: _Findings) -> None:
     found.check(stores.ADDRESSES, lambda: stores.inherited_address("any other"))
-    found.check("TORCHSTORE_ALLOW_PICKLE", stores.allow_pickle_default)
+    found.check("TORCHSTORE_ALLOW_PICKLE", stores.allows_pickle)
     found.check("the environment", lambda: policy.check_installed(registry))
 
 

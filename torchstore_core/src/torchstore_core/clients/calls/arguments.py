@@ -29,6 +29,17 @@ def check_key(key: object) -> str:
     raise UnsupportedValueError(f"a key is a str of 1 to {m.MAX_KEY} characters, not {what}")
 
 
+def check_allow_pickle(given: object) -> bool:
+    """Return ``given`` if it is a bool: text that means no would be true.
+
+    Raises:
+        ConfigurationError: it is something else.
+    """
+    if not isinstance(given, bool):
+        raise ConfigurationError(f"allow_pickle is a bool, or None, not {given!r}")
+    return given
+
+
 def check_version(version: int | None, *, rewind: object = False) -> int:
     """Return the version that the caller of a put or a get passed; 0 for None.
 
@@ -65,7 +76,7 @@ def check_size(nbytes: object) -> None:
 
 def check_min_version(version: object) -> None:
     """Raise UnsupportedValueError unless ``version`` is one that can be waited for, or None."""
-    if version is None or (isinstance(version, int) and -(1 << 63) <= version < 1 << 63):
+    if version is None or (type(version) is int and -(1 << 63) <= version < 1 << 63):
         return
     raise UnsupportedValueError(f"min_version is an int or None, not {version!r}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torchstore_core.clients.calls.arguments import check_timeout
+from torchstore_core.clients.calls.arguments import check_allow_pickle, check_timeout
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.session.channel import Channel
 from torchstore_core.clients.session.session import Session
@@ -31,7 +31,12 @@ class ClientBase:
     ) -> None:
         self._joined = joined
         self._timeout = joined.timeout if timeout is None else timeout
-        self._allow_pickle = joined.allow_pickle if allow_pickle is None else allow_pickle
+        self._allow_pickle = joined.allow_pickle
+        self._allow_pickle = self._pickles(allow_pickle)
+
+    def _pickles(self, wanted: bool | None) -> bool:
+        """Whether an operation may pickle; None: what is the default of this client."""
+        return self._allow_pickle if wanted is None else check_allow_pickle(wanted)
 
     def __repr__(self) -> str:
         return f"<Client of store {self._joined.store_name!r} at {self._joined.address}>"

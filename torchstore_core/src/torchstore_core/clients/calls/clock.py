@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
 from torchstore_core.clients.session.channel import Channel
+from torchstore_core.clients.session.handshake import NO_DESCRIPTOR
 from torchstore_core.contracts.observer import Operation
 from torchstore_core.errors import StoreTimeoutError, TorchStoreError, in_seconds
 
@@ -198,11 +199,13 @@ class Clock:
             error.key = self.key or None
         known = error.details
         if known.get("answered") is False:
-            full = known.get("accepted") is False
+            accepted = known.get("accepted")  # None: there was a connection already
+            more = NO_DESCRIPTOR if accepted else ""
+            if accepted is False:
+                more = ", and more clients wait than its queue holds"
             error.message = (
                 f"{self._key_prefix()}{self._store_text()} did not answer `{self.name}` within "
-                f"{in_seconds(self.timeout)}: it is stopped, or busy"
-                f"{', and more clients wait than its queue holds' if full else ''}"
+                f"{in_seconds(self.timeout)}: it is stopped, or busy{more}"
             )
             error.args = (error.message,)
         if why := known.get("waiting_for"):

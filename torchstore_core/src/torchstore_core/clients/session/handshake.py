@@ -28,6 +28,8 @@ from torchstore_core.wire.framing import FrameReader, encode
 if TYPE_CHECKING:
     from torchstore_core.clients.session.channel import Channel
 
+#: What else it may be if the kernel has taken a connection that the server does not answer.
+NO_DESCRIPTOR = ", or has no file descriptors left for more clients, as its log says"
 _RECEIVE = 1 << 18
 # Between attempts when the server has closed the connection without an answer.
 _PAUSES_S = (0.01, 0.05, 0.1, 0.2)
@@ -115,7 +117,10 @@ async def _handshake(
                         raise ConnectionResetError("the server closed the connection")
                     bodies = reader.feed(data)
         except TimeoutError as error:
-            what = f"no answer from {address} within {in_seconds(timeout)}: it is stopped, or busy"
+            what = (
+                f"no answer from {address} within {in_seconds(timeout)}: it is stopped, or busy"
+                f"{NO_DESCRIPTOR}"
+            )
             if not accepted:
                 what = (
                     f"the server at {address} did not accept a connection within "

@@ -13,6 +13,7 @@ from torchstore_core.clients.session.handshake import client_facts, handshake
 from torchstore_core.errors import StoreClosedError, TorchStoreError
 from torchstore_core.machine import topology
 from torchstore_core.machine.directories import CONTROL, find_files, runtime_directory
+from torchstore_core.machine.sockets.unix import check_descriptors
 from torchstore_core.wire import messages as m
 
 #: ``ClientFacts.role`` of sessions that ask what there is, and leave.
@@ -56,8 +57,10 @@ async def stores(*, timeout: float | None = ANSWER_S) -> list[RunningStore]:
 
     Raises:
         ConfigurationError: the directory is not safe to use, or ``timeout`` is no time.
+        TransportNotReadyError: this process has no file descriptor left.
     """
     timeout = check_timeout(timeout)
+    check_descriptors("the list of stores")
     sockets = find_files(runtime_directory(), CONTROL)
     found = await asyncio.gather(*(probe(f"unix:{path}", timeout) for path in sockets))
     return [store for store in found if store is not None]

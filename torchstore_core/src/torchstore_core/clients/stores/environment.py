@@ -10,6 +10,7 @@ import threading
 
 import msgspec
 
+from torchstore_core.clients.calls.arguments import check_allow_pickle
 from torchstore_core.clients.stores import ancestors
 from torchstore_core.errors import ConfigurationError
 
@@ -31,6 +32,8 @@ def as_address(text: str) -> str:
     >>> as_address("/run/ts/control.sock"), as_address("unix:/run/ts/control.sock")
     ('unix:/run/ts/control.sock', 'unix:/run/ts/control.sock')
     """
+    if not isinstance(text, str):
+        raise ConfigurationError(f"an address is a str like unix:/path, not {text!r}")
     return f"unix:{text}" if text.startswith("/") else text
 
 
@@ -76,12 +79,14 @@ def forget_what_was_replaced() -> None:
     _replaced.clear()
 
 
-def allow_pickle_default() -> bool:
-    """TORCHSTORE_ALLOW_PICKLE, by default 1.
+def allows_pickle(given: object = None) -> bool:
+    """What ``allow_pickle=`` says; of None, TORCHSTORE_ALLOW_PICKLE, by default 1.
 
     Raises:
-        ConfigurationError: it is something else than 0 or 1.
+        ConfigurationError: it is no bool, or the variable is something else than 0 or 1.
     """
+    if given is not None:
+        return check_allow_pickle(given)
     text = os.environ.get("TORCHSTORE_ALLOW_PICKLE", "1").lower()
     if text not in ("0", "1", "true", "false"):
         raise ConfigurationError(f"TORCHSTORE_ALLOW_PICKLE is 0 or 1, not {text!r}")

@@ -153,8 +153,10 @@ def runtime(registry: Registry, name: str, mesh: object | None) -> Runtime:
 
     Raises:
         PluginError: an unknown or broken one, or none that takes ``mesh``.
-        ConfigurationError: the one of that name does not take ``mesh``.
+        ConfigurationError: the name is no str, or the one of that name does not take ``mesh``.
     """
+    if not isinstance(name, str):
+        raise ConfigurationError(f"runtime is a str, not {name!r}")
     if name != "auto":
         spec = registry.runtime(name)
         if mesh is not None and spec.applies(mesh) is None:

@@ -14,7 +14,7 @@ from torchstore_core.clients.stores import ancestors, environment
 from torchstore_core.clients.stores.environment import (
     ADDRESS,
     DEFAULT_NAME,
-    allow_pickle_default,
+    allows_pickle,
     lock,
 )
 from torchstore_core.clients.stores.joined import DEFAULT_TIMEOUT_S, JoinedStore, sessions
@@ -115,9 +115,7 @@ def find(store_name: str) -> JoinedStore:
     with lock:
         return _stores.setdefault(
             store_name,
-            JoinedStore(
-                store_name, address, Policy.make(), DEFAULT_TIMEOUT_S, allow_pickle_default()
-            ),
+            JoinedStore(store_name, address, Policy.make(), DEFAULT_TIMEOUT_S, allows_pickle()),
         )
 
 

@@ -371,7 +371,8 @@ def _check_tensors(key: str, value: Any) -> None:
     class Tensors(base):  # type: ignore[misc]
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, torch.Tensor):
-                check_storage(key, obj)
+                if obj.layout is torch.strided:  # others have no storage, and are pickled in parts
+                    check_storage(key, obj)
                 if not _can_unpickle(obj.dtype):
                     raise UnsupportedValueError(
                         f"{key!r}: torch cannot unpickle a tensor of {obj.dtype}, so it cannot be "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import operator
 from collections.abc import Callable
 from functools import lru_cache
@@ -41,6 +42,8 @@ _QUANTIZED = frozenset(d for name, d in _BY_NAME.items() if name.startswith(("qi
 _ODD = _QUANTIZED | {dtype for dtype in _NAMES if dtype.is_complex}
 _ONLY_TUPLES, _ONLY_INTS = frozenset((tuple,)), frozenset((int,))
 _INT_END = 1 << 63
+# More than any process can address; from 2**63 on, torch's own arithmetic overflows.
+_TOO_MANY_BYTES = 1 << 57
 # No memory of a process lies below this (torch's zero tensors have neither storage nor address).
 LOWEST_ADDRESS = 4096
 # torch.frombuffer certainly accepts these directly; other dtypes go through an integer view.
@@ -107,7 +110,7 @@ def _is_wrapper(kind: type[torch.Tensor]) -> bool:
 
 def _has_storage(tensor: torch.Tensor) -> bool:
     """Whether the tensor's elements lie inside its storage, which may have been freed or shrunk:
-    FSDP does that to parameters between uses.
+    FSDP does that to parameters between uses. Not if they have more bytes than any memory.
     """
     try:
         there = tensor.untyped_storage().nbytes()
@@ -117,12 +120,13 @@ def _has_storage(tensor: torch.Tensor) -> bool:
     if tensor.is_contiguous():
         nbytes = tensor.nbytes
         return nbytes + (offset and offset * tensor.itemsize) <= there or nbytes == 0
-    last = offset
+    last, count = offset, 1
     for extent, stride in zip(tensor.shape, tensor.stride(), strict=True):
         if not extent:
             return True
         last += (extent - 1) * stride
-    return (last + 1) * tensor.itemsize <= there
+        count *= extent
+    return (last + 1) * tensor.itemsize <= there and count * tensor.itemsize < _TOO_MANY_BYTES
 
 
 def check_storage(key: str, tensor: torch.Tensor) -> None:
@@ -132,6 +136,9 @@ def check_storage(key: str, tensor: torch.Tensor) -> None:
 
 
 def _without_storage(key: str, tensor: torch.Tensor) -> UnsupportedValueError:
+    if math.prod(tensor.shape) * tensor.itemsize >= _TOO_MANY_BYTES:
+        what = f"a tensor of {list(tensor.shape)}, expanded to more bytes than any memory has,"
+        return _refused(key, what, "put it before it is expanded")
     return UnsupportedValueError(
         f"{key!r}: the storage of this tensor ({tensor.dtype} {list(tensor.shape)}) was freed or "
         "shrunk, and does not hold its elements; materialise it first (of FSDP: put inside of "

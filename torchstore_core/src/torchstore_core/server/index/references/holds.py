@@ -39,7 +39,8 @@ from torchstore_core.wire import messages as m
 
 #: How long a reference in flight is kept after its sender has ended, and after it was received.
 DEFAULT_GRACE_S = 10.0
-#: How long it is kept after it was received when memory is full.
+#: How long it is kept after it was received when memory is full, and after a value with it inside
+#: that nobody has held for the usual time.
 SHORT_GRACE_S = 1.0
 #: A process that died may have sent tickets that have not been read yet: its holds end after this.
 READ_REST_S = 0.25
@@ -54,7 +55,8 @@ class Ticket(msgspec.Struct, eq=False):
     Args:
         holds: what it holds; of a fork by the ids of the parent's session, otherwise one.
         due: when it ends, as the clock has it; None: not before it is claimed, or its sender ends.
-        is_hurried: whether it ends earlier than otherwise, because memory is full.
+        is_hurried: whether it ends earlier than otherwise, because memory is full, or because the
+            value that it was inside of was out of use before.
         inside: how many values there are that were put with the reference in them. It does not end
             before they do.
     """
@@ -91,7 +93,7 @@ class Holds:
         self._held = catalog.held
         self._free = free
         self._later = later
-        self._grace_s = grace_s
+        self._grace_s = self._nested_s = grace_s
         self._clock = clock
         self._tickets: dict[int, Ticket] = {}
         #: The tickets of the references that were put as part of values.
@@ -288,9 +290,9 @@ class Holds:
 
     def _received(self, number: int, ticket: Ticket) -> None:
         """It may be received again, but nobody knows how often: from now on only for a while."""
-        ticket.claimed, ticket.is_hurried = True, False
+        ticket.claimed, ticket.is_hurried = True, self._nested_s < self._grace_s
         if not ticket.inside:
-            self._set_due(number, ticket, self._clock() + self._grace_s)
+            self._set_due(number, ticket, self._clock() + self._nested_s)
 
     def contain(self, session: SessionRecord, request: m.Contain) -> None:
         """References in flight are part of a version: it keeps them as long as it is there. If it
@@ -447,11 +449,19 @@ class Holds:
         self._arm()
 
     def end_due(self, sessions: Iterable[SessionRecord], tickets: Iterable[int]) -> None:
-        """The time of these is over. Others end only with a request."""
+        """The time of these is over. Others end only with a request.
+
+        What was inside of a value that only these tickets kept has been out of use for as long as
+        the value, so it ends soon: a chain of values would take the whole time for each otherwise.
+        """
         for session in sessions:
             self.session_ended(session)
-        for number in tickets:
-            self._end_ticket(number)
+        self._nested_s = min(SHORT_GRACE_S, self._grace_s)
+        try:
+            for number in tickets:
+                self._end_ticket(number)
+        finally:
+            self._nested_s = self._grace_s
 
     # ---- for people -----------------------------------------------------------------------
 
