@@ -34,7 +34,7 @@ def check(
     exact = {key for key in plan.keys if key not in puts}
     if min(plan.capacities) >= ROOMY and not any(f.kind in _FORGETS for f in plan.faults):
         for key, contributions in puts.items():
-            if all(call.known and call.code not in _GIVEN_UP for call in contributions):
+            if not any(_is_given_up(call) for call in contributions):
                 exact.add(key)
     lost = history.lost if plan.copies == 1 else 0
     rewound = {call.operation.keys[0] for call in history.calls if call.operation.kind == "rewind"}
@@ -47,6 +47,14 @@ def check(
             raise Violation("history", f"{call}: {wrong}")
     for wait in waits:
         _check_wait(model, wait)
+
+
+def _is_given_up(call: Call) -> bool:
+    """Whether what others count on may be missing. Of what all contribute alike the store takes the
+    first, and from nobody else when that is given up.
+    """
+    shared = "all" in call.operation.names
+    return not call.known or call.code in _GIVEN_UP or (call.is_refused_late and shared)
 
 
 def _check_wait(model: Model, wait: Call) -> None:

@@ -55,6 +55,11 @@ class Call:
         self.about: tuple[tuple[str, int, int], bool] | None = None
         self.sent = False  # the request that decides, so that the rest is up to the server
 
+    @property
+    def is_refused_late(self) -> bool:
+        """Whether a put was refused when it was to be committed: what it had begun is given up."""
+        return self.code == "store-full" and self.begun < self.at
+
     def reached(self, point: int) -> None:
         """The server has a request of it."""
         self.begun = self.begun or point

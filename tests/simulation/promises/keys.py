@@ -108,7 +108,7 @@ class Key:
         """It is deleted."""
         before = [c for c in self.puts if c.begun < point]
         begun = [c.result[0] for c in before if c.result]
-        refused = [c for c in before if c.code == "store-full" and c.begun < c.at]
+        refused = [c for c in before if c.is_refused_late]
         self.ended = max([self.ended, *[c.operation.version for c in refused]])
         self.used = max([self.used, self.newest, *self.joint, *begun])
         self.newest, self.keep, self.deleted = 0, 1, point
