@@ -248,10 +248,10 @@ async def test_the_process_of_the_controllers_actor(one_host: Job) -> None:
     status = await one_host.root(acts.status)
     owner = psutil.Process(status.keeper_pid).ppid()
     os.kill(owner, signal.SIGKILL)
-    with pytest.raises(ts.StoreClosedError, match="what it had is lost"):
-        await one_host.at(0, acts.get, "k")
     gone = {owner, status.keeper_pid, status.controller_pid}
     await until(lambda: not gone & one_host.processes(), 10)
+    with pytest.raises(ts.StoreClosedError, match="what it had is lost"):
+        await one_host.at(0, acts.get, "k")
     await until(lambda: _begins_anew(one_host), 30)
 
 
