@@ -37,7 +37,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 
 # Threads of OpenMP that wait spin for milliseconds by default; others need the processors. Those of
-# numpy's OpenBLAS spin for a tenth of a second once it is imported, and torch imports it.
+# numpy's OpenBLAS spin for hundredths of a second once it is imported, and torch imports it.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 

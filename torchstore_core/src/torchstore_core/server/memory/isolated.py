@@ -451,7 +451,7 @@ def _end_with(sock: int) -> None:
 def main() -> None:
     """Serve until the volume's process closes its end of the socket pair or dies."""
     # Libraries of transports import torch, which imports numpy, which starts a thread for each
-    # core: they spin for a tenth of a second, and then wait for matrices that never come.
+    # core: they spin for a while, and then wait for matrices that never come.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     order = msgspec.json.decode(sys.argv[1], type=_Order)
     threading.Thread(target=_end_with, args=(order.sock,), daemon=True).start()
