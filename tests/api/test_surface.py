@@ -222,9 +222,9 @@ async def test_status_tells_what_is_going_on(store, runtime):
     assert status.uptime_s > 0
     assert os.getpid() not in (status.controller_pid, volume.pid)
     assert (status.controller_pid == volume.pid) is (runtime != "monarch")  # an actor each
-    assert bool(status.keeper_pid) is (runtime != "monarch")  # by default, where there can be one
+    assert status.keeper_pid  # by default
     assert status.keeper_pid not in (os.getpid(), status.controller_pid)
-    assert ("no keeper: " in str(status)) is (runtime == "monarch")
+    assert "no keeper: " not in str(status)
     assert msgspec.json.encode(status)  # it is plain data
 
 

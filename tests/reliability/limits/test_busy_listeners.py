@@ -125,7 +125,7 @@ async def test_memory_of_a_server_that_has_died_is_asked_for_again(tmp_path: Pat
     [
         (_liveness, _welcome),
         (_member, _welcome),
-        (_volume, lambda peer: peer.sendall(encode(m.Done(1)))),
+        (_volume, lambda peer: peer.sendall(encode(m.Attached(1, 1)))),
         (_shm, _segment),
         (_agent, lambda peer: None),
     ],

@@ -113,8 +113,10 @@ async def test_the_server_and_its_keeper(two_hosts: Job) -> None:
     assert await two_hosts.at(1, acts.get_shape, "k") == ((MB,), [1])
     held = await two_hosts.at(0, acts.put_ones_and_hold, "held")
     status = await two_hosts.root(acts.status)
-    await two_hosts.root(acts.kill, status.keeper_pid)  # and with it the server
     begun = time.monotonic()
+    await two_hosts.root(acts.kill, status.keeper_pid)  # and with it the server
+    gone = {status.keeper_pid, status.controller_pid}
+    await until(lambda: not gone & two_hosts.processes(), AT_ONCE_S)
     with pytest.raises(ts.StoreClosedError):
         await two_hosts.root(acts.get, "k")
     assert time.monotonic() - begun < AT_ONCE_S
