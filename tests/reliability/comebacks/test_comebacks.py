@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import torch
 from tests.reliability.comebacks import loads
@@ -297,6 +298,31 @@ async def test_references_are_held_while_there_is_no_server(store: ts.Client) ->
         assert await child.said() == "ended"
         await until(lambda: _holds(0))
     assert (await account()).used == 4 * MB
+
+
+@pytest.mark.thorough
+async def test_what_was_read_and_not_handled_is_read_again(store: ts.Client) -> None:
+    """By each life: the first has the connection from its client, the others from the keeper."""
+    await ts.put("k", 1)
+    ref = await ts.hold("k")
+    session = await store._joined.session(10)
+    lent, many = 0, 5000
+    for _ in range(4):
+        process = psutil.Process(await server_pid())
+        process.suspend()
+        lends = [encode(m.Lend(ref._ident, number + 1)) for number in range(lent, lent + many)]
+        session.holder.write(bytearray().join(lends))
+        lent += many
+        used_s = sum(process.cpu_times()[:2])
+        process.resume()
+        while sum(process.cpu_times()[:2]) < used_s + 0.02:  # it is in the middle of them
+            await asyncio.sleep(0)
+        kill(process.pid)
+        await until(lambda: _holders(lent + 1), 10)
+
+
+async def _holders(number: int) -> bool:
+    return sum(len(report.holders) for report in await ts.refs()) == number
 
 
 async def _held() -> int:

@@ -359,9 +359,8 @@ class Server:
                 accepted.close()
                 continue
             session, opened, is_there = found
-            made = session, is_there, opened.via
-            make = functools.partial(Connection, self, opened.pid, *made)
-            await self._loop.connect_accepted_socket(make, accepted)
+            made = Connection(self, opened.pid, session, is_there, opened.via)
+            await _connect_kept(made, accepted)
 
     def _died_meanwhile(self, session: SessionRecord) -> None:
         """The process of a session has ended before it came back."""
@@ -716,3 +715,16 @@ class Server:
             log_bytes=0 if self._compaction is None else self._compaction.memory_nbytes,
             keeper_pid=0 if self._keeper is None else os.getppid(),
         )
+
+
+async def _connect_kept(made: Connection, accepted: socket.socket) -> None:
+    """Make a connection of an earlier life that is read as one from its beginning. What its
+    transport read would be out of the kernel's buffer before it is recorded.
+    """
+    loop = asyncio.get_running_loop()
+    connecting = loop.create_task(loop.connect_accepted_socket(lambda: made, accepted))
+    await asyncio.sleep(0)
+    # It comes right behind ``connection_made``, which waits to be called: no loop looks at sockets
+    # in between.
+    loop.call_soon(made.read_as_kept)
+    await connecting

@@ -61,7 +61,6 @@ class Connection(ClientSocket):
         if self._returned is not None:
             self._keep(self._returned)
             self._conversation.go_on(self._returned)
-            self._read_as_kept()
             if self._is_there:
                 self.watch()
             else:
@@ -93,21 +92,25 @@ class Connection(ClientSocket):
             self.pid = 0  # that of whoever carries the relay's connections
         elif self._conversation.is_liveness:
             self.watch()
-        self._read_as_kept()
+        self.read_as_kept()
 
     def _keep(self, session: SessionRecord) -> None:
         """This is the liveness connection of a session, which is to outlive the server."""
         sock = None if self._transport is None else self._transport.get_extra_info("socket")
         self._is_kept = sock is not None and self._server.keep_connection(session, sock.fileno())
 
-    def _read_as_kept(self) -> None:
+    def read_as_kept(self) -> None:
+        """Read with a ``KeptReader`` from now on, if this connection outlives the server, and not
+        in ``connection_made``: behind that, uvloop begins to read whatever was said there.
+        """
         if not self._is_kept or self._transport is None:
             return
         self._transport.pause_reading()
         sock = self._transport.get_extra_info("socket")
         what = self._heard, self._closed_by_client, self.unreadable, self._when_recorded
         self._kept = KeptReader(sock, *what)
-        self._kept.read()
+        if not self._paused:
+            self._kept.read()
 
     def _heard(self, body: bytes) -> bool:
         if self._returned is not None:  # in this life it is the first one
