@@ -83,6 +83,8 @@ class Channel:
         self._pending: dict[
             int, tuple[asyncio.Future[m.Message], float | None, m.Message | None]
         ] = {}
+        # The request whose reply is waited for in ``recv``, and not in ``_pending`` yet.
+        self._direct: m.Message | None = None
         self.life = life
         #: The life to which a connection is on its way to :meth:`adopt`.
         self.next_life = life
@@ -163,16 +165,20 @@ class Channel:
         """
         request_id: int = message.id  # type: ignore[attr-defined]
         if quick and not self._pending and not self._unsent and self._direct_calls_left > 0:
-            self.send(message)
-            direct = self._receive_directly(request_id)
-            if type(direct) is expect:
-                return direct
-            if type(direct) is m.Delayed:
-                self._delays[request_id] = direct.why
-                direct = None
-            reply = direct
-            if reply is None:
-                reply = await self._wait(request_id, timeout, message, sent=True)
+            self._direct = message
+            try:
+                self.send(message)
+                direct = self._receive_directly(request_id)
+                if type(direct) is expect:
+                    return direct
+                if type(direct) is m.Delayed:
+                    self._delays[request_id] = direct.why
+                    direct = None
+                reply = direct
+                if reply is None:
+                    reply = await self._wait(request_id, timeout, message, sent=True)
+            finally:
+                self._direct = None
         else:
             self._direct_calls_left = (
                 min(self._direct_calls_left + 1, 0)
@@ -487,8 +493,9 @@ class Channel:
         """The numbers of the requests that :meth:`adopt` sends again, see ``wire.repeating``. Safe
         in any thread.
         """
-        waiting = list(self._pending.copy().values())
-        return [number_of(one) for future, _, one in waiting if one and not future.done()]
+        waiting = [one for future, _, one in self._pending.copy().values() if not future.done()]
+        numbers = {number_of(one) for one in (*waiting, self._direct) if one}
+        return sorted(numbers - {0})
 
     def give_up(self) -> None:
         """The server does not come back. In the thread of the loop."""
