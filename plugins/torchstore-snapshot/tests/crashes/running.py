@@ -11,9 +11,14 @@ from pathlib import Path
 import pytest
 from tests.processes import fork_server
 
+from torchstore_core.machine import processes
+
 __all__ = ["mark", "started"]
 
 _MARK = "CRASH_TEST_OF_SNAPSHOTS"
+# By mark, all that were ever found, by pid and when they were started: a process that is ending has
+# no environment any more.
+_seen: dict[str, dict[tuple[int, int], str]] = {}
 
 
 @pytest.fixture
@@ -29,7 +34,7 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def started(mark: str) -> dict[str, list[int]]:
     """The writers and the servers of this test that are running, and its other processes."""
-    found: dict[str, list[int]] = {"writer": [], "server": []}
+    seen = _seen.setdefault(mark, {})
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal() or int(entry.name) == os.getpid():
             continue
@@ -40,5 +45,11 @@ def started(mark: str) -> dict[str, list[int]]:
             continue
         if f"{_MARK}={mark}".encode() in environment:
             kind = "writer" if b"torchstore_snapshot.background.writer" in command else "server"
-            found[kind].append(int(entry.name))
+            pid = int(entry.name)
+            seen[pid, processes.started(pid)] = kind
+    found: dict[str, list[int]] = {"writer": [], "server": []}
+    for (pid, begun), kind in seen.items():
+        state = "".join(processes.stat_fields(pid)[:1])
+        if state not in ("", "Z", "X") and processes.started(pid) == begun:
+            found[kind].append(pid)
     return found

@@ -98,7 +98,7 @@ def hurried_writer(folder: Path) -> process.WriterProcess:
     Snapshot.async_take(folder, {"m": StateDict(n=1)}, fsync=False).wait(60)
     writer = process.the_writer()
     for thread in os.listdir(f"/proc/{writer.pid}/task"):
-        with contextlib.suppress(PermissionError):
+        with contextlib.suppress(PermissionError, ProcessLookupError):  # or it has just ended
             os.setpriority(os.PRIO_PROCESS, int(thread), 0)
     return writer
 
