@@ -154,7 +154,8 @@ class Spilling:
     ) -> None:
         """Read those of the values that are ``away``; raises as :meth:`use`."""
         for one in away:
-            if one.failure:
+            # While it is being read, the failure is for the end of that to note.
+            if one.failure and one.state is State.ON_DISK:
                 raise self._failed(one, prefix)
         ticket = Ticket(tracked)
         try:
