@@ -146,7 +146,7 @@ def putting(
         reply = yield m.Commit(client.number(), txn)
         task.conclude(reply)
         if type(reply) is m.Failure and reply.code == "store-full":  # its log was
-            task.connection.send(m.Abort([txn]))
+            task.liveness.send(m.Abort([txn]))  # as real clients do: a channel may be dead already
     except (Cancelled, Closed) as error:
         writers.pop(holder, None)
         task.give_up(error)
