@@ -334,3 +334,29 @@ def test_a_read_whose_end_finds_no_room_in_the_log_ends_later(tmp_path: Path) ->
             world.finish()
         finally:
             world.close()
+
+
+def test_a_read_that_failed_and_is_not_noted_yet_stays_failed(tmp_path: Path) -> None:
+    """Others that want the value wait for that: told of the failure, they would have it tried
+    again, and the end of the read, which comes later, would take it for read.
+    """
+    with volumes(CAPACITY) as records:
+        world = World(tmp_path, records, 0, 4 << 20)
+        spilling = world.controller.spilling
+        try:
+            for number in itertools.count():
+                if spilling.values.away:
+                    break
+                world.put(f"k{number}")
+                while world.waiting:
+                    world.turn(wait=True)
+            world.get(next(one.key for one in spilling.values.all() if one.state is State.ON_DISK))
+            while not world.mover.reading:
+                world.turn(wait=True)
+            [reading] = world.mover.reading
+            reading.failure = "the disk failed"  # and the log cannot grow
+            with pytest.raises(Delayed):
+                spilling.use([reading.value])
+            assert (reading.state, reading.failure) == (State.READING, "the disk failed")
+        finally:
+            world.close()
