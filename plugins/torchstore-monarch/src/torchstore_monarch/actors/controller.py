@@ -236,12 +236,14 @@ class ControllerActor(Actor):
     async def _close(self, why: str) -> None:
         if self._watch is not None:
             self._watch.close()
+        # Before the relays: a server that saw its volumes leave would tell clients that their
+        # values are lost, where the store has been shut down.
+        await self._server.stop(_END_S)
         if self._forwarder is not None:
             await self._forwarder.close()
         if self._relay_server is not None:
             self._relay_server.close(why=why)
         if self._uplinks is not None:
             self._uplinks.close()
-        await self._server.stop(_END_S)
         if self._directory is not None:
             self._directory.remove()
