@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
+import time
 from pathlib import Path
 
-from torchstore_core.machine.directories import find_files
+from torchstore_core.machine.directories import find_files, remove_stale
 
 
 def test_files_are_found_by_name(tmp_path: Path) -> None:
@@ -40,3 +42,17 @@ def test_directories_may_vanish_meanwhile(tmp_path: Path) -> None:
     finally:
         done.set()
         thread.join()
+
+
+def test_what_a_server_left_that_was_killed_before_it_had_a_socket_is_removed(
+    tmp_path: Path,
+) -> None:
+    long_ago = time.time() - 3600
+    for name in ("left", "begun", "used"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "used" / "note").touch()
+    (tmp_path / "no directory").touch()
+    for name in ("left", "used", "no directory"):
+        os.utime(tmp_path / name, (long_ago, long_ago))
+    remove_stale(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["begun", "no directory", "used"]

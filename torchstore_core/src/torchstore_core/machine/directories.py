@@ -21,6 +21,8 @@ MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
 CONTROL = "control.sock"
 
 _STALE_AFTER_S = 10.0
+# Whoever makes a directory binds a socket in it within seconds, even on a busy host.
+_EMPTY_FOR_S = 600.0
 
 
 class PrivateDirectory:
@@ -97,16 +99,25 @@ def find_files(base: Path, pattern: str) -> list[Path]:
 
 
 def remove_stale(base: Path) -> None:
-    """Remove directories of servers that were killed: their sockets refuse connections."""
+    """Remove directories of servers that were killed: their sockets refuse connections, or they
+    were killed before there was one, and their directories have been empty for ten minutes.
+    """
     for path in base.iterdir():
         control = path / CONTROL
         try:
             age = time.time() - control.stat().st_mtime
-        except FileNotFoundError:
+        except OSError:  # there is none; what lies here may also be no directory at all
+            _remove_empty(path)
             continue
         # A server that has just started may have bound it without listening yet.
         if age >= _STALE_AFTER_S and is_abandoned(control):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_empty(path: Path) -> None:
+    with contextlib.suppress(OSError):  # it is not empty, or gone
+        if time.time() - path.stat().st_mtime >= _EMPTY_FOR_S:
+            path.rmdir()
 
 
 def is_abandoned(path: str | Path) -> bool:
