@@ -29,6 +29,7 @@ from tests.support import until
 import torchstore_core as ts
 
 SPREAD = {"num_storage_volumes": 2, "strategy": "spread"}
+_TASKS = 3  # of a worker under load
 PAUSE_S = 5.0  # on a busy machine; see benchmarks for what it takes
 
 
@@ -95,8 +96,10 @@ class _Load:
     """What this process does until it is told to stop."""
 
     stopped = False
+    begun = 0  # calls, of all tests
 
     def poll(self) -> bool:
+        self.begun += not self.stopped
         return self.stopped
 
 
@@ -108,7 +111,7 @@ async def _work(index: int, seed: int) -> tuple[int, float]:
     were, and how long the longest took.
     """
     _load.stopped = False
-    counts = await asyncio.gather(*[loads.one(_load, index, n, seed) for n in range(3)])  # type: ignore[arg-type]
+    counts = await asyncio.gather(*[loads.one(_load, index, n, seed) for n in range(_TASKS)])  # type: ignore[arg-type]
     return sum(calls for calls, _ in counts), max(longest for _, longest in counts)
 
 
@@ -116,15 +119,32 @@ async def _stop() -> None:
     _load.stopped = True
 
 
+async def _begun() -> int:
+    return _load.begun
+
+
+async def _advance(job: Job) -> None:
+    """Wait until each worker has ended a call that it had begun, and begun others."""
+    for n in (0, 1):
+        more = await job.at(n, _begun) + _TASKS + 1
+
+        async def advanced(at: int = n, more: int = more) -> bool:
+            return bool(await job.at(at, _begun) >= more)
+
+        await until(advanced, 30)
+
+
 async def _under_load(job: Job, kills: int, seed: int) -> None:
     chance = random.Random(seed)
     before = await job.root(acts.status)
     working = [asyncio.ensure_future(job.at(n, _work, n, seed, timeout=600)) for n in (0, 1)]
     for _ in range(kills):
-        await asyncio.sleep(chance.uniform(0.3, 0.8))  # how long it may work
+        await _advance(job)
+        await asyncio.sleep(chance.uniform(0, 0.5))  # whatever they do then
         await _lose_the_server(job)
         for work in working:
             assert not work.done(), await work
+    await _advance(job)
     for n in (0, 1):
         await job.at(n, _stop)
     counts = [await work for work in working]
