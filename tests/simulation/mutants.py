@@ -115,6 +115,19 @@ def _frees_what_may_still_be_written(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Conversation, "_abort", at_once)
 
 
+def _frees_what_the_dead_may_still_write(patch: pytest.MonkeyPatch) -> None:
+    """What a process gave up just before its death does not wait for the end of its writes."""
+    abort = Conversation._abort
+
+    def too_early(self: Conversation, session: SessionRecord, request: m.Abort) -> None:
+        if session.met:
+            abort(self, session, request)
+        else:
+            self._server.controller.abort(session, request.txns, remember=self._liveness)
+
+    patch.setattr(Conversation, "_abort", too_early)
+
+
 def _forgets_leases_of_a_lost_relay(patch: pytest.MonkeyPatch) -> None:
     """When a relay is gone, so is what the clients beyond it have mapped."""
 
@@ -376,6 +389,7 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "reuses a version number after a delete": _reuses_versions,
     "settles a partial version before its base": _settles_before_the_base,
     "frees memory that may still be written": _frees_what_may_still_be_written,
+    "frees memory that the dead may still write": _frees_what_the_dead_may_still_write,
     "forgets the leases of a lost relay": _forgets_leases_of_a_lost_relay,
     "counts a reference in flight late": _counts_late,
     "releases a reference twice": _releases_twice,

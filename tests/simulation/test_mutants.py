@@ -25,6 +25,7 @@ _SHORT_CUTS = {
     "forgets what its disk could not write": 48,
     "forgets what waits for room in its log": CHOKED + 38,
     "frees memory that may still be written": 2077,
+    "frees memory that the dead may still write": 9035360,
     "ignores what a dead process has received": 1100,
     "hears twice the last words of a client that has left": 51273,
     "hears twice what it had recorded when it was killed": 298,

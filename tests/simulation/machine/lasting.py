@@ -343,4 +343,4 @@ class Lasting(Direct):
         self.handled.clear()
         self._unsent.clear()
         self._unanswered.clear()
-        self._late.clear()
+        self.late.clear()

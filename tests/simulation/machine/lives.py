@@ -304,7 +304,11 @@ class Lives:
         for halves in world.halves:
             halves.restart()
         dead, self.connections = self.connections, {}
-        handled = [one for connection in dead for one in connection.handled.values()]
+        handled = [
+            (one, number in connection.late)
+            for connection in dead
+            for number, one in connection.handled.items()
+        ]
         log.close()
         self._log = None
         if self._spilling is not None:
@@ -318,8 +322,8 @@ class Lives:
         for connection in dead:
             if not connection.is_kept:
                 connection.server_died(queued=not self._accepts)
-        for one in handled:
-            self._learn(one)
+        for one, is_late in handled:
+            self._learn(one, is_late=is_late)
 
     def _take(self, link: _Link) -> None:
         """As ``Server._take_connections``, without sockets."""
@@ -345,11 +349,17 @@ class Lives:
         known = self.controller.results.get(token, {})
         return known.get((type(request).__name__, number)) if number else None
 
-    def _learn(self, handled: Handled) -> None:
-        """A request has had an effect if its repetition has, also if nobody ever asks again."""
+    def _learn(self, handled: Handled, *, is_late: bool) -> None:
+        """A request has had an effect if its repetition has, also if nobody ever asks again.
+
+        ``is_late``: it was delayed, so if it had one, it was that in which the server was killed.
+        """
         request, call = handled.request, handled.call
         done = self.result_of(handled.token, request)
         if done is not None:
+            if is_late:
+                call.happened(self._world.point + 0.25)
+                self._world.point += 1
             call.never_heard(done, call.at)
         elif type(request) in _PUTS and not call.known:
             # It has not been executed. (Of a session that has ended since, no answers are kept.)

@@ -225,12 +225,16 @@ class Connection(ABC):
 
 
 class Direct(Connection):
-    """A connection to the server's own socket: the server's real conversation is at its end."""
+    """A connection to the server's own socket: the server's real conversation is at its end.
+
+    Attributes:
+        late: the ids of the requests of which the client was told that they are delayed.
+    """
 
     def __init__(self, world: World, client: Client, lane: int, name: tuple[int, ...]) -> None:
         super().__init__(world, client, lane, name)
         self._unanswered: dict[int, Call] = {}  # by the ids of the requests, if time counts
-        self._late: set[int] = set()  # those of which the client was told that they are delayed
+        self.late: set[int] = set()
         self._conversation = self._converse()
 
     def _converse(self) -> Conversation:
@@ -259,11 +263,11 @@ class Direct(Connection):
         """What was delayed happens when it is answered."""
         number = getattr(reply, "id", 0)
         if type(reply) is m.Delayed:
-            self._late.add(number)
+            self.late.add(number)
             return
         call = self._unanswered.pop(number, None)
-        if number in self._late:
-            self._late.discard(number)
+        if number in self.late:
+            self.late.discard(number)
             if call is not None:
                 call.happened(self._world.point + 0.25)  # before the waits that it has answered
                 self._world.point += 1

@@ -44,7 +44,8 @@ class Key:
         joint: versions that are not whole.
         deleted: the point of the last delete.
         ended: the highest version that deletes may have ended of puts whose commits were refused.
-        exact: whether the store has no choice about versions that several participants put.
+        exact: whether the store has no choice about versions that several participants put, as far
+            as can be told.
         puts: all calls that contribute to such versions.
     """
 
@@ -124,6 +125,18 @@ class Key:
                 return call
         return None
 
+    def may_wait(self, version: int, point: float) -> bool:
+        """Whether a partial version may have to wait for an older put whose commit is refused. When
+        what that has begun is given up, nobody is told: its client has still to abort it, which
+        waits for room in the log.
+        """
+        return any(
+            call.is_refused_late
+            and self.deleted < call.begun < point
+            and call.operation.version < version
+            for call in self.puts
+        )
+
     def publish(self, version: int) -> None:
         """A version that is complete becomes the newest one."""
         joint = self.joint[version]
@@ -159,7 +172,10 @@ class Key:
                     not self.newest or self.waits_for(version, point) is not None
                 )
                 if joint.is_complete and not waits:
-                    self.publish(version)
+                    if joint.is_partial and self.may_wait(version, point):
+                        self.exact = False
+                    else:
+                        self.publish(version)
                     break
             else:
                 return

@@ -192,6 +192,23 @@ def test_a_partial_version_waits_for_older_ones(told: Told) -> None:
     told.is_wrong("it sees version 3 of 'dicts', which is at 1")
 
 
+@pytest.mark.parametrize("begun", [0, 3])
+def test_a_partial_version_may_wait_for_one_whose_commit_is_refused(told: Told, begun: int) -> None:
+    """Until that is given up, of which nobody is told."""
+    first = [told.rank(who, 1) for who in range(2)]
+    more: Any = {"participants": 2, "names": ("own0",), "lines": (1,)}
+    last = [told.rank(0, 3, partial=True), told.rank(1, 3, partial=True)]
+    told.call("publish", ("dicts",), code="store-full", begun=begun, **more)
+    told.fetch(1, own0=first[0], own1=first[1])
+    if not begun:  # it was refused at once
+        told.is_wrong("it sees version 1 of 'dicts', which is at 3")
+        return
+    told.fetch(3, own0=last[0], own1=last[1])
+    told.holds()
+    told.fetch(1, own0=first[0], own1=first[1])
+    told.is_wrong("it sees version 1 of 'dicts', which is at 3")
+
+
 @pytest.mark.parametrize("begun", [1, 2])
 def test_a_delete_ends_puts_that_are_refused_later(told: Told, begun: int) -> None:
     def refused(code: str, version: int, begun: int = 0) -> None:

@@ -9,6 +9,7 @@ import pytest
 from tests.unit.references.test_holds import singleton
 from tests.unit.server.test_controller import HERE, META, facts, volumes
 
+from torchstore_core.errors import StoreFullError
 from torchstore_core.server.index.records import SessionRecord
 from torchstore_core.server.keeping.log import Log
 from torchstore_core.server.keeping.recorded import RecordedController
@@ -67,6 +68,20 @@ async def test_what_a_client_may_ask_again_is_known_as_long_as_it_lives(log, rec
     assert returning.again(session, put(6)) == m.Committed(6, [2])
     assert returning.again(session, put(5)) is None
     assert controller.results[session.token].keys() == {("Put", 6)}
+
+
+async def test_a_put_that_was_refused_is_tried_when_it_is_asked_for_again(log, records) -> None:
+    """Its client may have given back memory since, and have sent it once more."""
+    before = life(log, records)
+    session = before.open_session(facts(), HERE)
+    before.put(session, m.Put(5, 5, [m.PutItem("large", META, 1 << 16)]))
+    refused = put(6)
+    with pytest.raises(StoreFullError):
+        before.put(session, refused)
+    controller, returning, session = await come_back(log, records, session.token)
+    returning.resume(session, m.Resume(LIFE, [], [], [6], last=True))
+    assert returning.again(session, refused) is None
+    assert controller.put(session, refused) == ([1], None)
 
 
 async def test_what_an_earlier_life_was_told_gives_up_nothing(log, records) -> None:

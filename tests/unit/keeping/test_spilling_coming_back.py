@@ -20,14 +20,14 @@ from tests.simulation.promises.states import state_of
 from tests.unit.references.test_holds import singleton
 from tests.unit.server.test_controller import HERE, META, facts, volumes
 
-from torchstore_core.errors import EvictedError, KeyNotFoundError, StoreFullError
+from torchstore_core.errors import EvictedError, KeyNotFoundError, ObjectLostError, StoreFullError
 from torchstore_core.server.index.records import SessionRecord
 from torchstore_core.server.keeping.log import Log
 from torchstore_core.server.keeping.recorded import RecordedController
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.spilling.delays import Delayed
 from torchstore_core.server.spilling.moves import Mover
-from torchstore_core.server.spilling.policy import State
+from torchstore_core.server.spilling.policy import State, Tracked
 from torchstore_core.server.spilling.spill_file import Extent, SpillFile, spanned
 from torchstore_core.wire import messages as m
 
@@ -44,6 +44,10 @@ def _own(extent: Extent) -> list[tuple[int, int]]:
     if len(extent.runs) > 1:
         return list(extent.runs)
     return [(extent.runs[0][0] + extent.head, extent.nbytes)]
+
+
+def _failure(tracked: Tracked) -> str:
+    return tracked.failure if tracked.state is State.ON_DISK else ""
 
 
 class World:
@@ -104,7 +108,9 @@ class World:
             self.request(ask)
 
     def known(self) -> Any:
-        """Of the values that may leave memory: whether they have, and where they are then."""
+        """Of the values that may leave memory: whether they have, and where they are then. That a
+        read has failed is known when that is over.
+        """
         values = self.controller.spilling.values
         self.away = max(self.away, values.away)
         end = 0
@@ -114,7 +120,7 @@ class World:
             end = offset + size
         kept = (State.CACHED, State.ON_DISK, State.READING)
         return sorted(
-            (t.number, t.key, t.state, t.state in kept[1:] and (t.extent, t.sums, t.failure))
+            (t.number, t.key, t.state, t.state in kept[1:] and (t.extent, t.sums, _failure(t)))
             if t.state in kept
             else (t.number, t.key)
             for t in values.all()
@@ -128,6 +134,11 @@ class World:
             assert self.timers or not wait, "no thread does anything"
         if self.timers:
             heapq.heappop(self.timers)[2]()
+
+    def answer(self) -> None:
+        """Everything that waits."""
+        while self.waiting:
+            self.turn(wait=True)
 
     def request(self, ask: Callable[[], None]) -> None:
         """Ask now, and again when it is worth while."""
@@ -229,8 +240,7 @@ class World:
         """Read everything, delete it; nothing is left in memory or on disk."""
         self.controller.release(self.session, self.leased, [])
         self.leased.clear()
-        while self.waiting:
-            self.turn(wait=True)
+        self.answer()
         for key in list(self.there):
             if key in self.there:
                 self.read_back(key)
@@ -252,8 +262,7 @@ class World:
         volume = self.controller.volumes[0]
         while self.answered == answered:
             self.get(key)
-            while self.waiting:
-                self.turn(wait=True)
+            self.answer()
             # What the server has in its own memory counts, and is in no range.
             room = min(volume.free, volume.allocator.largest_free)
             patience = RETRIED_S if room < max(SIZES) else WAIT_S
@@ -294,6 +303,21 @@ def test_what_is_on_disk_is_there_again(tmp_path: Path, seed: int, disk: int) ->
     assert not list(tmp_path.iterdir())
 
 
+def begin_reading(world: World) -> Tracked:
+    """Put values until one has left memory, and get that; which is now being read."""
+    values = world.controller.spilling.values
+    for number in itertools.count():
+        if values.away:
+            break
+        world.put(f"k{number}")
+        world.answer()
+    world.get(next(one.key for one in values.all() if one.state is State.ON_DISK))
+    while not world.mover.reading:  # there is no room for it yet
+        world.turn(wait=True)
+    [reading] = world.mover.reading
+    return reading
+
+
 def _is_call(one: object, other: functools.partial[None]) -> bool:
     return isinstance(one, functools.partial) and (one.func, one.args) == (other.func, other.args)
 
@@ -301,19 +325,8 @@ def _is_call(one: object, other: functools.partial[None]) -> bool:
 def test_a_read_whose_end_finds_no_room_in_the_log_ends_later(tmp_path: Path) -> None:
     with volumes(CAPACITY) as records:
         world = World(tmp_path, records, 0, 4 << 20)
-        values = world.controller.spilling.values
         try:
-            for number in itertools.count():
-                if values.away:
-                    break
-                world.put(f"k{number}")
-                while world.waiting:
-                    world.turn(wait=True)
-            away = next(one.key for one in values.all() if one.state is State.ON_DISK)
-            world.get(away)
-            while not world.mover.reading:  # there is no room for it yet
-                world.turn(wait=True)
-            [reading] = world.mover.reading
+            reading = begin_reading(world)
             limits = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(
                 resource.RLIMIT_FSIZE, (os.fstat(world.logs[-1].fd).st_size, limits[1])
@@ -327,8 +340,7 @@ def test_a_read_whose_end_finds_no_room_in_the_log_ends_later(tmp_path: Path) ->
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, limits)
             before = world.answered
-            while world.waiting:
-                world.turn(wait=True)
+            world.answer()
             assert world.answered > before
             world.lose_the_controller(anew=False)
             world.finish()
@@ -342,21 +354,37 @@ def test_a_read_that_failed_and_is_not_noted_yet_stays_failed(tmp_path: Path) ->
     """
     with volumes(CAPACITY) as records:
         world = World(tmp_path, records, 0, 4 << 20)
-        spilling = world.controller.spilling
         try:
-            for number in itertools.count():
-                if spilling.values.away:
-                    break
-                world.put(f"k{number}")
-                while world.waiting:
-                    world.turn(wait=True)
-            world.get(next(one.key for one in spilling.values.all() if one.state is State.ON_DISK))
-            while not world.mover.reading:
-                world.turn(wait=True)
-            [reading] = world.mover.reading
+            reading = begin_reading(world)
             reading.failure = "the disk failed"  # and the log cannot grow
             with pytest.raises(Delayed):
-                spilling.use([reading.value])
+                world.controller.spilling.use([reading.value])
             assert (reading.state, reading.failure) == (State.READING, "the disk failed")
+        finally:
+            world.close()
+
+
+def test_a_failed_read_that_was_told_is_not_told_again_in_the_next_life(tmp_path: Path) -> None:
+    with volumes(CAPACITY) as records:
+        world = World(tmp_path, records, 0, 4 << 20)
+        try:
+            reading = begin_reading(world)
+            reading.failure = "the disk failed"
+            with pytest.raises(ObjectLostError, match="the disk failed"):
+                world.answer()
+            world.lose_the_controller(anew=False)
+            world.finish()
+        finally:
+            world.close()
+
+
+def test_a_read_that_failed_is_tried_again_in_the_next_life(tmp_path: Path) -> None:
+    """If that it failed was not noted yet; the log, written anew, knows of it."""
+    with volumes(CAPACITY) as records:
+        world = World(tmp_path, records, 0, 4 << 20)
+        try:
+            begin_reading(world).failure = "the disk failed"
+            world.lose_the_controller(anew=True)
+            world.finish()
         finally:
             world.close()

@@ -71,6 +71,7 @@ _decode = msgspec.msgpack.Decoder(
     | m.Adopt
 ).decode
 _WITHOUT_REPLY = frozenset((m.Unhold, m.Lend, m.LendAll, m.Claim, m.Adopt, m.Contain))
+_PUTS = frozenset((m.Put, m.Rewind, m.PutObject))
 _LOCATES = frozenset((m.Locate, m.LocateRefs, m.LocateKeys))
 _FETCHES = frozenset((m.Fetch, m.FetchRef, m.FetchKeys))
 _decode_ids = msgspec.msgpack.Decoder(list[int]).decode
@@ -570,6 +571,10 @@ class RecordedController(Controller):
                 if kind is m.Free:
                     return m.Deleted(0, answer)
         except TorchStoreError as error:
+            if kind in _PUTS and isinstance(error, StoreFullError):
+                # It has changed nothing, and is no last word: the server tries again what waits for
+                # memory to be returned, and a client with tensors that have just ended, too.
+                return None
             return m.Failure(0, error.code, error.message, error.key, portable(error)[1])
         return None
 

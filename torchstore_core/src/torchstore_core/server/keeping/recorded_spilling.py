@@ -148,15 +148,13 @@ class RecordedSpilling(Spilling):
         self._record(_encode(_Left(_NO)), 0)
         return False
 
-    def _use_away(
-        self, tracked: Sequence[Tracked], away: Sequence[Tracked], prefix: str, mover: Mover
-    ) -> None:
+    def _use_away(self, tracked: Sequence[Tracked], away: Sequence[Tracked], mover: Mover) -> None:
         if self._repeats:
             self._steps_again(mover)
             return
         how = _REFUSED
         try:
-            super()._use_away(tracked, away, prefix, mover)
+            super()._use_away(tracked, away, mover)
         except Delayed:
             how = _DELAYED
             raise

@@ -516,10 +516,8 @@ class Conversation:
         def abort() -> None:
             self._server.controller.abort(session, request.txns, remember=self._liveness)
 
-        if session.met:
-            self._server.handshakes.settle(session, request.unsettled, abort)
-        else:
-            abort()
+        # Of a process that was found dead before this was read, writes may still be under way.
+        self._server.handshakes.settle(session, request.unsettled, abort)
 
     def _check_room_for_wait(self, ident: int) -> None:
         if len(self._waiters) >= _MAX_WAITERS or ident in self._waiters:

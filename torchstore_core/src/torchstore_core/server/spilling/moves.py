@@ -285,8 +285,10 @@ class Mover:
         return True
 
     def note_reading(self, tracked: Tracked, place: tuple[int, int]) -> None:
-        """A value is being read to a place, which is allocated."""
-        tracked.place = place
+        """A value is being read to a place, which is allocated. Whether it could be before says
+        nothing about this time.
+        """
+        tracked.place, tracked.failure = place, ""
         self._values.move(tracked, State.READING)
         self._reading[tracked.number] = tracked
 

@@ -147,16 +147,16 @@ class Spilling:
         away = [t for t in tracked if t.state in (State.ON_DISK, State.READING)]
         if away and self._mover is not None:
             away = list({id(t): t for t in away}.values())
-            self._use_away(tracked, away, prefix, self._mover)
+            for one in away:
+                # While it is being read, the failure is for the end of that to note.
+                if one.failure and one.state is State.ON_DISK:
+                    raise self._failed(one, prefix)
+            self._use_away(tracked, away, self._mover)
 
-    def _use_away(
-        self, tracked: Sequence[Tracked], away: Sequence[Tracked], prefix: str, mover: Mover
-    ) -> None:
-        """Read those of the values that are ``away``; raises as :meth:`use`."""
-        for one in away:
-            # While it is being read, the failure is for the end of that to note.
-            if one.failure and one.state is State.ON_DISK:
-                raise self._failed(one, prefix)
+    def _use_away(self, tracked: Sequence[Tracked], away: Sequence[Tracked], mover: Mover) -> None:
+        """Read those of the values that are ``away``; raises Delayed or StoreFullError, as
+        :meth:`use`.
+        """
         ticket = Ticket(tracked)
         try:
             self._bring_back([t for t in away if t.state is State.ON_DISK], mover)
