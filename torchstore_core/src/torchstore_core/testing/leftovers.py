@@ -38,6 +38,7 @@ MARK = "CONFORMANCE_RUN"
 # The state of a listening socket, as the kernel writes it.
 _LISTENING = "0A"
 _RUNTIME_DIRECTORY = "XDG_RUNTIME_DIR"
+_POLL_S, _LONGEST_POLL_S = 0.02, 0.25
 
 
 def descendants(root: int) -> list[tuple[int, str]]:
@@ -174,8 +175,14 @@ def private_runtime_directory() -> Iterator[None]:
 
 
 def until_empty(look: Callable[[], T], seconds: float) -> T:
-    """Call ``look`` until its result is empty or the time has expired; return the last result."""
+    """Call ``look`` until its result is empty or the time has expired; return the last result. One
+    that takes long is called less often: what it waits for needs the processor, too.
+    """
     deadline = time.monotonic() + seconds
-    while (left := look()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return left
+    while True:
+        began = time.monotonic()
+        left = look()
+        now = time.monotonic()
+        if not left or now >= deadline:
+            return left
+        time.sleep(min(max(_POLL_S, 10 * (now - began)), _LONGEST_POLL_S))
