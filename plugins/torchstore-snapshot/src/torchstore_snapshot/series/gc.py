@@ -219,7 +219,8 @@ def remove_replaced(storage: Storage, before: Manifest) -> None:
     referred = seen.referred()
     for file in mine:
         if (name, file) not in referred:
-            storage.delete(file)
+            with contextlib.suppress(OSError):  # such as a folder in its place
+                storage.delete(file)
 
 
 def _because(keepers: list[str]) -> str:

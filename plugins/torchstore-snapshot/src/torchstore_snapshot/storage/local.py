@@ -12,7 +12,7 @@ from typing import Any
 from torchstore_snapshot.errors import NotAtomicError
 from torchstore_snapshot.format.paths import new_take_id, temporary
 from torchstore_snapshot.storage.base import FileInfo, First, Mapping
-from torchstore_snapshot.storage.descriptors import OpenForReading
+from torchstore_snapshot.storage.descriptors import NO_FILE, OpenForReading
 from torchstore_snapshot.storage.mapping import map_file
 
 __all__ = ["LocalReader", "LocalStorage", "LocalWriter", "make_folders"]
@@ -265,14 +265,14 @@ class LocalStorage:
 
 
 def _contents(path: str, nbytes: int = -1) -> bytes:
-    """Read a file, or its start. What is there instead of a file, such as a folder, a pipe or a
-    link to itself, has nothing in it, and nobody waits for it.
+    """Read a file, or its start. What is there instead of a file, such as a folder, a pipe, a
+    socket or a link to itself, has nothing in it, and nobody waits for it.
     """
     try:
         with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
             return file.read(nbytes) or b""
     except OSError as error:
-        if error.errno not in (errno.EISDIR, errno.ELOOP):
+        if error.errno not in {errno.EISDIR, *NO_FILE}:
             raise
         return b""
 
