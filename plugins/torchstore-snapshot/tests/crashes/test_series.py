@@ -98,6 +98,7 @@ async def kill_programs(folder: Path, mark: str, times: int) -> None:
                 for _ in range(chance.randrange(3))
             ]
             await until(lambda takes=takes: len(said(takes)) > 1, 60)
+            started(mark)  # one that is ending when it is looked for first cannot be found any more
             await asyncio.sleep(chance.random() * 0.1)
             for victim in chance.sample([takes, *others], 1 + len(others)):
                 assert victim._process.wait(0) is None, victim._err.read()

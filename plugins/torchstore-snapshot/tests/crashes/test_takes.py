@@ -139,6 +139,39 @@ async def test_kill_a_take_between_its_manifest_and_its_map(tmp_path: Path, repl
     assert gc(tmp_path, grace=0).mended == ()
 
 
+_DIES_EARLY = """
+import os, signal, sys
+from torchstore_snapshot import Snapshot, StateDict
+left = [{step}]
+def count(event, args):
+    if event in ("open", "os.mkdir", "os.remove", "os.rename", "os.link"):
+        left[0] -= {series!r} in str(args)
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(count)
+Snapshot.take({series!r} + "/s", {{"m": StateDict(n=1)}}, fsync=False)
+left[0] = 0
+print("alive")
+"""
+
+
+async def test_kill_a_take_before_there_is_anything(tmp_path: Path) -> None:
+    """The folder that it makes says whose it is from the beginning, and goes with what is left."""
+    claimed = 0
+    while not claimed:
+        steps = len(os.listdir(tmp_path)) + 1
+        series = tmp_path / str(steps)
+        series.mkdir()
+        with Script(_DIES_EARLY.format(step=steps, series=str(series))) as script:
+            await until(lambda script=script: script._process.wait(0.005) is not None, 60)
+        if (series / "s").exists():
+            claimed = len(os.listdir(series / "s"))
+            assert claimed, f"an empty folder is left after step {steps}"
+        gc(series)
+        assert not os.listdir(series), f"something is left after step {steps}"
+    assert steps > 5
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 async def test_kill_a_take_at_each_of_its_steps(tmp_path: Path) -> None:

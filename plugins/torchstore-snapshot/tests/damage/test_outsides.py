@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -12,10 +15,12 @@ import torch
 from torchstore_snapshot import (
     Series,
     Snapshot,
+    SnapshotCorruptError,
     SnapshotFormatError,
     StateDict,
     gc,
 )
+from torchstore_snapshot.converting import convert
 from torchstore_snapshot.format import manifest as manifests
 from torchstore_snapshot.format.manifest import Manifest
 from torchstore_snapshot.format.paths import MANIFEST
@@ -140,24 +145,56 @@ def test_files_of_earlier_snapshots(tmp_path: Path) -> None:
     assert list(Snapshot(tmp_path / "b").verify()) == [file.name]
 
 
-def test_a_pipe_in_place_of_a_file(folder: Path) -> None:
-    file = data_file(folder)
+def put_in_place(file: Path, what: str) -> None:
     file.unlink()
-    os.mkfifo(file)
-    assert "m/aa" in Snapshot(folder).verify()
+    if what == "folder":
+        file.mkdir()
+    elif what == "loop":
+        file.symlink_to(file.name)
+    elif what == "pipe":
+        os.mkfifo(file)
+    else:
+        with socket.socket(socket.AF_UNIX) as there, in_folder(file.parent):
+            there.bind(file.name)  # whose whole path may be too long
 
 
-@pytest.mark.parametrize("what", ["folder", "loop", "pipe"])
+@contextlib.contextmanager
+def in_folder(folder: Path) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+_NO_FILES = ["folder", "loop", "pipe", "socket"]
+
+
+@pytest.mark.parametrize("what", _NO_FILES)
+def test_what_is_no_file_in_place_of_a_file(folder: Path, what: str) -> None:
+    file = data_file(folder)
+    put_in_place(file, what)
+    snapshot = Snapshot(folder)
+    assert "m/aa" in snapshot.verify()
+    for call in (
+        lambda: snapshot.restore({"m": state()}),
+        lambda: snapshot.restore({"m": state()}, verify="streaming"),
+        lambda: snapshot.read_object("m/aa"),
+        lambda: snapshot.get_state_dict_for_key("m"),
+        lambda: convert(str(folder), str(folder.parent / "out"), to="torchsnapshot"),
+    ):
+        with pytest.raises(SnapshotCorruptError) as raised:
+            call()
+        assert raised.value.details == {"path": str(folder), "file": file.name}
+        assert "restore another" in str(raised.value)
+    assert Snapshot.take(folder, {"m": state()}, fsync=False, overwrite=True).verify() == {}
+
+
+@pytest.mark.parametrize("what", _NO_FILES)
 @pytest.mark.parametrize("name", [MANIFEST, _MAP])
 def test_what_is_no_file_in_place_of_a_document(folder: Path, name: str, what: str) -> None:
-    there = folder / name
-    there.unlink()
-    if what == "folder":
-        there.mkdir()
-    elif what == "loop":
-        there.symlink_to(name)
-    else:
-        os.mkfifo(there)
+    put_in_place(folder / name, what)
     if name == _MAP:
         assert list(Snapshot(folder).verify()) == [_MAP]
         return

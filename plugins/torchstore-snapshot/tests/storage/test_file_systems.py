@@ -169,6 +169,19 @@ async def test_either_hard_links_or_renames_are_enough(
     assert (await _where(tmp_path, refused, _TAKES_TWICE)).split() == ["exists", "3.0", "m-"]
 
 
+async def test_a_file_system_that_does_not_rename_folders(tmp_path: Path) -> None:
+    """As gcsfuse, by default, with those that are not empty."""
+    body = """
+def refuse_folders(event, args):
+    if event == "os.rename" and os.path.isdir(args[0]):
+        raise OSError(errno.EMFILE, "too many open files")
+sys.addaudithook(refuse_folders)
+"""
+    said = await _where(tmp_path, {}, f"import sys\n{body}{_TAKES_TWICE}")
+    assert said.split() == ["exists", "3.0", "m-"]
+    assert [*tmp_path.iterdir()] == [tmp_path / "s"]
+
+
 async def test_a_file_system_with_neither_is_refused_first(tmp_path: Path) -> None:
     said = await _where(
         tmp_path,

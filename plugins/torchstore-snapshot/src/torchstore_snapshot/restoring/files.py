@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -82,7 +83,9 @@ class Files:
         try:
             reader = self._storage_of(index).open(file.name)
         except FileNotFoundError as error:
-            raise self.corrupt(index, "is missing") from error
+            gone = error.errno in (None, errno.ENOENT)
+            what = "is missing" if gone else f"is no file ({error.strerror})"
+            raise self.corrupt(index, what) from error
         if reader.nbytes != file.nbytes:
             reader.close()
             raise self.corrupt(index, f"has {reader.nbytes} bytes instead of {file.nbytes}")

@@ -173,7 +173,7 @@ class Claim:
         storage: where the snapshot is taken.
         take: the id of the take.
         reading: the take is about to read the manifest of another snapshot, to refer to its files.
-        retires, made: as for :class:`Record`.
+        retires: as for :class:`Record`.
 
     Raises:
         OSError: it cannot be published.
@@ -186,13 +186,9 @@ class Claim:
         *,
         reading: bool = False,
         retires: str = "",
-        made: int = 0,
     ) -> None:
-        self._storage = storage
         own = _own(take, None if reading else ())
-        self._record = msgspec.structs.replace(own, retires=retires, made=made)
-        self._stopped = threading.Event()
-        self._lock = threading.Lock()
+        self._set(storage, msgspec.structs.replace(own, retires=retires))
         try:
             self._publish()
         except OSError as error:
@@ -203,9 +199,14 @@ class Claim:
             storage.create(claim_file(take), 0).close(durable=False)
         self._start()
 
+    def _set(self, storage: Storage, record: Record) -> None:
+        self._storage, self._record = storage, record
+        self._stopped, self._lock = threading.Event(), threading.Lock()
+
     @classmethod
     def begin(cls, storage: Storage, take: str, *, durable: bool, reading: bool = False) -> Claim:
-        """Make the folder of a take, and the claim in it.
+        """Make the folder of a take, and the claim in it. A take that is killed before it has a
+        claim leaves no folder of that name, unless the storage cannot rename folders.
 
         Args:
             durable: as for :meth:`.Storage.prepare`.
@@ -214,16 +215,26 @@ class Claim:
             NotAtomicError: no snapshot can be taken there.
             OSError: the storage failed. What was made is gone again.
         """
-        made = tries = 0
+        claim = cls.__new__(cls)
+        claim._set(storage, _own(take, None if reading else ()))
+
+        def publish(folder: Storage, made: int) -> None:
+            made = max(claim.made, made)
+            claim._record = msgspec.structs.replace(claim._record, made=made)
+            claim._publish(folder)
+
+        tries = 0
         while True:
             try:
-                made = max(made, storage.prepare(durable=durable))
-                return cls(storage, take, reading=reading, made=made)
+                storage.prepare(durable=durable, first=publish)
+                claim._start()
+                return claim
             except BaseException as error:
                 tries += 1
                 if not isinstance(error, FileNotFoundError) or tries == _TRIES:
+                    claim._stopped.set()
                     with contextlib.suppress(OSError, TorchStoreError):
-                        _remove(storage, take, made)  # an interrupt may come when it is there
+                        _remove(storage, take, claim.made)  # an interrupt may come when it is there
                     raise
                 # A garbage collection, or a take that failed, has removed the empty folder.
 
@@ -235,9 +246,7 @@ class Claim:
             TakeLostError: it is gone.
         """
         claim = cls.__new__(cls)
-        claim._storage = storage
-        claim._stopped, claim._lock = threading.Event(), threading.Lock()
-        claim._record = _own(take, ())
+        claim._set(storage, _own(take, ()))
         found = claim._found()
         claim._record = msgspec.structs.replace(
             _own(take, found.files), after=found.after, made=found.made
@@ -321,10 +330,11 @@ class Claim:
     def _found(self) -> Record:
         return require(self._storage, self._record.take)
 
-    def _publish(self) -> None:
+    def _publish(self, folder: Storage | None = None) -> None:
         data = msgspec.json.encode(self._record)
         name = claim_file(self._record.take)
-        self._storage.publish(name, data, take=self._record.take, overwrite=True, durable=False)
+        folder = folder or self._storage
+        folder.publish(name, data, take=self._record.take, overwrite=True, durable=False)
 
     def _start(self) -> None:
         # A daemon: a claim is no reason for a program to go on.

@@ -180,8 +180,10 @@ def _gc(text: str, keep_last: int | None, dry_run: bool, grace: float | None) ->
     if not dry_run:
         _remove(place, seen, files, silence)
         # Others may be about to put something into a folder that had a snapshot, but nothing into
-        # one where a take has died; except a new take, which then makes the folder again.
-        died = set() if single else {*seen.dead.values()} - seen.manifests.keys()
+        # one where a take has died, or whose folder does not have its name yet; except a take that
+        # begins, which then makes the folder again.
+        unnamed = {name for name in seen.files if take_of(name)}
+        died = set() if single else unnamed | {*seen.dead.values()} - seen.manifests.keys()
         for name in gone.keys() | died:
             place.folder(name).remove_if_empty()
     return GcReport(
@@ -217,7 +219,8 @@ def remove_replaced(storage: Storage, before: Manifest) -> None:
     referred = seen.referred()
     for file in mine:
         if (name, file) not in referred:
-            storage.delete(file)
+            with contextlib.suppress(OSError):  # such as a folder in its place
+                storage.delete(file)
 
 
 def _because(keepers: list[str]) -> str:
@@ -258,7 +261,8 @@ def _garbage(
             ended = take in seen.dead or take in seen.stale
             if info.name == claim_file(take) and not ended:
                 continue
-            known = take in retired or ended or (name, info.name) in let_go
+            # In a folder without its name, a take has nothing yet but what it can write again.
+            known = take in retired or ended or take_of(name) or (name, info.name) in let_go
             if known or max(now - info.modified, 0.0) >= grace:
                 yield GarbageFile(name, info.name, info.nbytes, take)
 

@@ -6,12 +6,21 @@ by any thread. Errors of the storage itself (a full disk, no permission, no netw
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torchstore_core.machine.bus_errors import Guard
 
-__all__ = ["FileInfo", "Gathers", "KeepsUnfinished", "Mapping", "Maps", "Reader", "Storage"]
+__all__ = [
+    "FileInfo",
+    "First",
+    "Gathers",
+    "KeepsUnfinished",
+    "Mapping",
+    "Maps",
+    "Reader",
+    "Storage",
+]
 __all__ += ["Writer"]
 
 
@@ -116,6 +125,10 @@ class KeepsUnfinished(Protocol):
         """Give up all unfinished files of a name. Does nothing if there is none."""
 
 
+#: Publishes a file in a folder, given how many folders had to be made. It may be called again.
+First = Callable[["Storage", int], None]
+
+
 class Storage(Protocol):
     """A folder of files."""
 
@@ -137,12 +150,14 @@ class Storage(Protocol):
         crash, see either the one before or the new one.
         """
 
-    def prepare(self, *, durable: bool) -> int:
+    def prepare(self, *, durable: bool, first: First | None = None) -> int:
         """Make the folder if there is none; return how many had to be made, with those above it.
 
         Args:
             durable: the folders above it that had to be made would survive a power failure when
                 this returns. The folder itself does when something in it was published, or flushed.
+            first: puts the first file into it. Where folders can be renamed, one that had to be
+                made is seen only with that file in it.
 
         Raises:
             NotAtomicError: :meth:`publish` could not work here. No folder was made.

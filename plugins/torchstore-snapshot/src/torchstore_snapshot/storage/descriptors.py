@@ -6,6 +6,7 @@ afterwards only as long as there is room.
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import threading
@@ -13,7 +14,10 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["OpenForReading"]
+__all__ = ["NO_FILE", "OpenForReading"]
+
+#: Errors of opening what is there instead of a file: a symbolic link to itself, a socket.
+NO_FILE = {errno.ELOOP, errno.ENXIO}
 
 # Files that nobody is reading and that stay open, so that the next read need not open them again;
 # fewer if the process may not have many open.
@@ -28,6 +32,7 @@ class OpenForReading:
         path: its path. It is opened once at least, here, so that a missing file is known early.
 
     Raises:
+        FileNotFoundError: there is none, or something else in its place that cannot be opened.
         OSError: it cannot be opened.
     """
 
@@ -50,7 +55,12 @@ class OpenForReading:
             if self._file < 0:
                 # If it is a pipe, this must not wait for a writer; pipes have no bytes of a file.
                 flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-                self._file = os.open(self._path, flags)
+                try:
+                    self._file = os.open(self._path, flags)
+                except OSError as error:
+                    if error.errno not in NO_FILE:
+                        raise
+                    raise FileNotFoundError(error.errno, error.strerror, self._path) from error
             self._users += 1
             _idle.pop(self, None)
         try:

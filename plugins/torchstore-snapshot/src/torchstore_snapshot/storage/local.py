@@ -11,8 +11,8 @@ from typing import Any
 
 from torchstore_snapshot.errors import NotAtomicError
 from torchstore_snapshot.format.paths import new_take_id, temporary
-from torchstore_snapshot.storage.base import FileInfo, Mapping
-from torchstore_snapshot.storage.descriptors import OpenForReading
+from torchstore_snapshot.storage.base import FileInfo, First, Mapping
+from torchstore_snapshot.storage.descriptors import NO_FILE, OpenForReading
 from torchstore_snapshot.storage.mapping import map_file
 
 __all__ = ["LocalReader", "LocalStorage", "LocalWriter", "make_folders"]
@@ -126,17 +126,45 @@ class LocalStorage:
     def replaces(self) -> bool:
         return True
 
-    def prepare(self, *, durable: bool) -> int:
-        made = make_folders(self._path)
+    def prepare(self, *, durable: bool, first: First | None = None) -> int:
+        new = not os.path.isdir(self._path)
+        above = make_folders(os.path.dirname(self._path))
+        made = len(above) + new
         try:
             if durable:  # publish() flushes the entry of the folder itself
-                for folder in made[1:]:
+                for folder in above:
                     _flush(os.path.dirname(folder))
+            if new and first is not None and self._appear(first, made):
+                return made
+            make_folders(self._path)
             self._try_publishing()
+            if first is not None:
+                first(self, made)
         except BaseException:
-            self.remove_if_empty(len(made))
+            self.remove_if_empty(made)
             raise
-        return len(made)
+        return made
+
+    def _appear(self, first: First, made: int) -> bool:
+        """Make the folder with its first file in it, in one step; return whether that was possible.
+        It is not if others have just made it, or on file systems that cannot rename folders.
+        """
+        parent, name = os.path.split(self._path)
+        whole = LocalStorage(os.path.join(parent, temporary(name, new_take_id())))
+        try:
+            os.mkdir(whole._path)
+            whole._try_publishing()
+            first(whole, made)
+            os.rename(whole._path, self._path)  # which replaces an empty folder, and no other
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                for info in whole.list():
+                    whole.delete(info.name)
+                whole.remove_if_empty()
+            if not isinstance(error, OSError):
+                raise
+            return False
+        return True
 
     def _try_publishing(self) -> None:
         """Find out before anything is written whether a file can be renamed unless its new name is
@@ -237,14 +265,14 @@ class LocalStorage:
 
 
 def _contents(path: str, nbytes: int = -1) -> bytes:
-    """Read a file, or its start. What is there instead of a file, such as a folder, a pipe or a
-    link to itself, has nothing in it, and nobody waits for it.
+    """Read a file, or its start. What is there instead of a file, such as a folder, a pipe, a
+    socket or a link to itself, has nothing in it, and nobody waits for it.
     """
     try:
         with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
             return file.read(nbytes) or b""
     except OSError as error:
-        if error.errno not in (errno.EISDIR, errno.ELOOP):
+        if error.errno not in {errno.EISDIR, *NO_FILE}:
             raise
         return b""
 

@@ -14,7 +14,7 @@ from typing import Any
 from torchstore_core.errors import ConfigurationError
 from torchstore_snapshot.errors import SnapshotStorageError
 from torchstore_snapshot.format.paths import temporary
-from torchstore_snapshot.storage.base import FileInfo, Writer
+from torchstore_snapshot.storage.base import FileInfo, First, Writer
 from torchstore_snapshot.storage.multipart import PART, MultipartWriter
 from torchstore_snapshot.storage.naming import code_of, naming
 from torchstore_snapshot.storage.settings import configured, current
@@ -191,14 +191,16 @@ class RemoteStorage:
     def replaces(self) -> bool:
         return bool(self._protocols & (_WITHOUT_FOLDERS | _RENAMES_OVER))
 
-    def prepare(self, *, durable: bool) -> int:
+    def prepare(self, *, durable: bool, first: First | None = None) -> int:
         del durable  # the file system decides when it acknowledges
-        if self._protocols & _WITHOUT_FOLDERS:
-            return 0
-        with naming(self._url):
-            made = not self._fs.isdir(self._root)
-            self._fs.makedirs(self._root, exist_ok=True)
-            return int(made)
+        made = 0
+        if not self._protocols & _WITHOUT_FOLDERS:
+            with naming(self._url):
+                made = int(not self._fs.isdir(self._root))
+                self._fs.makedirs(self._root, exist_ok=True)
+        if first is not None:
+            first(self, made)
+        return made
 
     def create(self, name: str, nbytes: int) -> Writer:
         if self._protocols & _S3:
