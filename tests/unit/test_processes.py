@@ -84,7 +84,7 @@ async def test_kernels_that_are_registered_late_are_there_for_those_who_need_the
     output = await run_script("""
         print("torch._meta_registrations" in sys.modules)
         print(torch.rand(2, generator=torch.Generator().manual_seed(1)).numel())
-        import torch.distributed.tensor
+        from torch.distributed.tensor import DTensor
         from torch._subclasses.fake_tensor import FakeTensorMode
         with FakeTensorMode():
             print(*torch.nn.functional.embedding(torch.ones(2).long(), torch.ones(3, 4)).shape)
