@@ -30,8 +30,10 @@ if _APART:
 for _name in ("COLUMNS", "LINES"):  # of a terminal, or of what runs the tests
     os.environ.pop(_name, None)
 
-# What torch is made of is no garbage in the processes of tests either.
+# What torch is made of is no garbage in the processes of tests either, nor in those that get this
+# one's path, such as the kits' and the one that writes snapshots.
 _INTERPRETERS = str(Path(__file__).parent / "tests/interpreters")
+sys.path.insert(0, _INTERPRETERS)
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [_INTERPRETERS, os.environ.get("PYTHONPATH", "")])
 )

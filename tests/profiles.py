@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 
-__all__ = ["each", "few", "many", "register"]
+__all__ = ["each", "few", "half", "many", "register"]
 
 _EXAMPLES = {"quick": 50, "ci": 100, "soak": 2000}
 
@@ -32,6 +32,11 @@ def many() -> settings:
 def each() -> settings:
     """For what is repeated for every message, or every way of the bytes, through the same code."""
     return settings(max_examples=settings().max_examples // 4)
+
+
+def half() -> settings:
+    """For machines of the whole server: an example takes 50 ms."""
+    return settings(max_examples=settings().max_examples // 2)
 
 
 def few() -> settings:

@@ -30,6 +30,10 @@ class _Uncollected(SourceFileLoader):
         sys.modules[_KERNELS] = ModuleType(_KERNELS)
         try:
             super().exec_module(module)
+            # Generators need it, and only what is left out would do it.
+            from torch._opaque_base import OpaqueBaseMeta
+
+            module._C._set_generator_metaclass(OpaqueBaseMeta)
             sys.meta_path.insert(0, _Kernels)
         finally:
             del sys.modules[_KERNELS]

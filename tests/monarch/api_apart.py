@@ -42,7 +42,8 @@ _OTHERS = {"running_store", "run_script", "Script", "_asked"}
 class _Plugin:
     """The fixtures of those tests, and what has become of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, every: bool) -> None:
+        self._every = every
         self.passed = 0
         self.failures: list[str] = []
 
@@ -63,6 +64,9 @@ class _Plugin:
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         """Only what can do with that store."""
         items[:] = [item for item in items if _is_for_any_store(item)]
+        if not self._every:
+            first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
+            items[:] = [item for item in items if item in first.values()]
 
     def pytest_internalerror(self, excrepr: object) -> None:
         self.failures.append(str(excrepr))
@@ -81,14 +85,18 @@ def _is_for_any_store(item: Any) -> bool:
     return "store" not in item.fixturenames and not used & _OTHERS
 
 
-async def run_tests(files: Sequence[str]) -> tuple[int, list[str]]:
+async def run_tests(files: Sequence[str], every: bool = True) -> tuple[int, list[str]]:
     """Run the tests of files of tests/ in this process. Ranks that they start join its store, too.
+
+    Args:
+        files: below tests/.
+        every: with all sets of parameters, not only with the first of each test.
 
     Returns:
         How many passed, and what all others said.
     """
     session = await (await ts.client())._joined.session(20)
-    plugin = _Plugin()
+    plugin = _Plugin(every)
     words = [f"tests/{file}" for file in files]
     words += ["-c", os.devnull, f"--rootdir={Path.cwd()}", "--import-mode=importlib"]
     words += ["-o", "asyncio_mode=auto", "--noconftest", "--capture=no", "-q"]

@@ -50,9 +50,9 @@ async def main():
     await ts.put("again", value(7))
     await ts.shutdown()
     await ts.initialize(capacity=8 << 30, prefault=0, when_full="spillable", spill=sys.argv[1])
-    for number in range(40):
+    for number in range(28):
         await ts.put(f"k{number}", value(number))
-    await check(40)
+    await check(28)
     await ts.shutdown()
     print("whole", count)
 

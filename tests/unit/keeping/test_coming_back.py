@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
+from tests.profiles import half
 from tests.simulation.promises.states import state_of
 from tests.unit.references.test_holds import singleton
 from tests.unit.server.test_controller import HERE, META, facts, inline, volumes
@@ -96,6 +97,7 @@ class ComingBack(JointPuts):
                 log.close()
 
 
+ComingBack.TestCase.settings = half()
 TestComingBack = pytest.mark.timeout(600)(ComingBack.TestCase)
 
 

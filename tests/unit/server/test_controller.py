@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.profiles import half
 from tests.support import until
 
 from torchstore_core.contracts.strategy import ClientFacts, Strategy
@@ -605,6 +606,7 @@ def first_fits(taken: list[bool], pieces: Sequence[int]) -> list[int] | None:
     return starts
 
 
+ControllerMachine.TestCase.settings = half()
 # When it fails, hypothesis takes its time to find a short example.
 TestControllerMachine = pytest.mark.timeout(600)(ControllerMachine.TestCase)
 

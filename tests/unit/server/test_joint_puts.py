@@ -15,6 +15,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec import structs
+from tests.profiles import half
 from tests.unit.server.put_model import (
     KEEP,
     KEYS,
@@ -425,5 +426,6 @@ class JointPuts(RuleBasedStateMachine):
             assert volume.unfinished == sum(t.nbytes for t in txns if t.values[0].volume == at)
 
 
+JointPuts.TestCase.settings = half()
 # When it fails, hypothesis takes its time to find a short example.
 TestJointPuts = pytest.mark.timeout(600)(JointPuts.TestCase)

@@ -29,6 +29,8 @@ MB = 1 << 20
 _TC = shutil.which("tc", path="/usr/sbin:/sbin:/usr/bin:/bin") or "tc"
 _SLOW = ("root", "tbf", "rate", "200mbit", "burst", "256kb", "latency", "50ms")
 _BYTES_PER_S = 25e6
+# Who waits for half a minute for a transport to come back need not read all the time.
+_BETWEEN_READS_S = 0.1
 _VOLUME = "torchstore-0"  # of the first host; the second one's worker is the client
 
 
@@ -118,8 +120,11 @@ _BOTH = pytest.mark.parametrize("stored", [["tcp", "monarch-rpc"]], indirect=Tru
 
 
 def _value(seed: int, nbytes: int) -> torch.Tensor:
+    """Numbers of eight bytes take a random number each, as bytes would."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (nbytes // 8,), generator=generator).view(
+        torch.uint8
+    )
 
 
 def _tree(seed: int, nbytes: int) -> dict[str, torch.Tensor]:
@@ -222,6 +227,7 @@ async def _read_until_told(seed: int, nbytes: int) -> tuple[int, bool, float]:
         right = right and torch.equal(into, wanted)
         count += 1
         await ts.put("count", count)
+        await asyncio.sleep(_BETWEEN_READS_S)
     return count, right, longest
 
 
