@@ -70,7 +70,7 @@ async def until(predicate: Callable[[], Awaitable[Any] | Any], timeout: float = 
         now = time.monotonic()
         if now > deadline:
             raise AssertionError(f"not true within {timeout} s: {predicate!r} gave {value!r}")
-        await asyncio.sleep(min(max(_POLL_S, 5 * (now - begun)), _LONGEST_POLL_S))
+        await asyncio.sleep(min(max(_POLL_S, 2 * (now - begun)), _LONGEST_POLL_S))
 
 
 def children(pid: int | None = None) -> set[int]:

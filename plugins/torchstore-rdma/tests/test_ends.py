@@ -22,6 +22,8 @@ from .pairs import MB, Memory, needs_nixl, pair
 
 pytestmark = needs_nixl
 _BIG = 512 * MB
+# More than is on its way to a peer that does not move.
+_MORE = 64 * MB
 # What crosses a network is what both sides take part in.
 _FABRICS = (pytest.param("all", marks=pytest.mark.soak), "tcp")
 # Both ways through the same steps: how a read ends that is cancelled or whose peer is stopped has
@@ -86,9 +88,9 @@ async def test_a_peer_that_is_stopped(write: bool, tmp_path: Path) -> None:
     """
     said: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, told: said.append(told["message"]))
-    async with pair(tmp_path, _BIG, "tcp") as volume:
+    async with pair(tmp_path, _MORE, "tcp") as volume:
         volume.fill(7)
-        link, mine = await volume.link(), Memory(_BIG, 1)
+        link, mine = await volume.link(), Memory(_MORE, 1)
         await halt(volume.pid)
         moving = asyncio.ensure_future((link.write if write else link.read)([mine.copy()]))
         await asyncio.wait([moving], timeout=0.5)
@@ -104,12 +106,12 @@ async def test_a_peer_that_is_stopped(write: bool, tmp_path: Path) -> None:
         await volume.server.disconnect(b"client")
         volume.fill(0)
         await asyncio.sleep(0.5)
-        assert mine.count(2) == _BIG
-        assert volume.count(0) == _BIG
+        assert mine.count(2) == _MORE
+        assert volume.count(0) == _MORE
         link.close()
         again = await volume.link()
         await again.write([mine.copy()])
-        assert volume.count(2) == _BIG
+        assert volume.count(2) == _MORE
     gc.collect()
     assert not said
 

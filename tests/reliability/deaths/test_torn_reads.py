@@ -11,8 +11,8 @@ from tests.support import until
 
 import torchstore_core as ts
 
-ELEMENTS = 4 * MB  # int32: 16 MB
-SECONDS = 5.0
+ELEMENTS = 2 * MB  # int32: 8 MB
+SECONDS = 2.5
 # Far below what two slow cores do, far above what a stuck reader does.
 MIN_READS = 10
 

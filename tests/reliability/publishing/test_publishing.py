@@ -102,7 +102,7 @@ async def test_readers_of_another_layout_see_whole_versions_in_order(
 async def test_readers_go_on_with_the_last_whole_version_while_a_rank_is_dead(
     server: int, kind: str
 ):
-    await ranks_are_killed(server, kind, seconds=4.0)
+    await ranks_are_killed(server, kind, seconds=0.0)
 
 
 @pytest.mark.soak
@@ -112,7 +112,9 @@ async def test_ranks_are_killed_for_minutes(server: int, kind: str):
 
 
 async def ranks_are_killed(server: int, kind: str, seconds: float) -> None:
-    """One at a time, in the middle of publishing; it comes back and goes on."""
+    """One at a time, in the middle of publishing; it comes back and goes on. Four times, and until
+    the seconds are over.
+    """
     chance = random.Random(5)
     address = await ts.address()
     await publish_all(kind, 1)

@@ -89,13 +89,14 @@ async def test_a_save_in_a_thread(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["snapshot", "store"])
+@pytest.mark.parametrize(("kind", "job"), [("snapshot", "other"), ("store", "one")])
 async def test_a_save_in_a_process(
-    jobs: Jobs, tmp_path: Path, store: blocking.Client, kind: str
+    jobs: Jobs, tmp_path: Path, store: blocking.Client, kind: str, job: str
 ) -> None:
+    """Of each rank, which imports torch."""
     where = str(tmp_path / "s")
-    await jobs["other"].run(acts.save_in_background, kind, where, True)
-    jobs["other"].kill()  # torch keeps the process for the next save
+    await jobs[job].run(acts.save_in_background, kind, where, True)
+    jobs[job].kill()  # torch keeps the process for the next save
     await jobs["one"].run(acts.load, kind, where, [1], "0")
 
 
