@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from torchstore_core.clients.calls.arguments import check_bools
 from torchstore_core.errors import ConfigurationError, TorchStoreError
 from torchstore_snapshot.format.manifest import Manifest
 from torchstore_snapshot.format.paths import MANIFEST, claim_file, take_of
@@ -121,10 +122,12 @@ def gc(
     >>> report.dropped, report.kept, len(report.files)
     (('0',), ('1', '2'), 1)
     """
+    check_bools(dry_run=dry_run)
     last: object = keep_last
     if last is not None and (type(last) is not int or last < 1):
         raise ConfigurationError(f"keep_last is an int above 0, not {last!r}")
-    if grace is not None and not grace >= 0:
+    silence: object = grace
+    if silence is not None and not (isinstance(silence, int | float) and silence >= 0):
         raise ConfigurationError(f"grace is a number of seconds from 0, not {grace!r}")
     with using(storage_options):
         return _gc(os.fspath(path), keep_last, dry_run, grace)
