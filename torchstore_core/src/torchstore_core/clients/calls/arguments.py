@@ -46,10 +46,9 @@ def check_version(version: int | None, *, rewind: object = False) -> int:
     Raises:
         ConfigurationError: it is not a valid version, or is missing from a put that goes back.
     """
-    if rewind is not False and (rewind is not True or version is None):
-        if rewind is True:
-            raise ConfigurationError("rewind=True goes back to a version; say which (version=)")
-        raise ConfigurationError(f"rewind is a bool, not {rewind!r}")
+    check_bools(rewind=rewind)
+    if rewind and version is None:
+        raise ConfigurationError("rewind=True goes back to a version; say which (version=)")
     if version is None:
         return 0
     if type(version) is not int or not 0 < version < 1 << 62:

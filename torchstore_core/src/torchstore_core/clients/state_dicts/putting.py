@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
-from torchstore_core.clients.calls.arguments import check_key
+from torchstore_core.clients.calls.arguments import check_bools, check_key
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.packed.packed import TorchStoreStateDict
 from torchstore_core.clients.state_dicts.casting import CastPlan, Casts
@@ -141,8 +141,7 @@ def plan_put(
     for name, number in (("participants", participants), ("keep", keep)):
         if number is not None and (type(number) is not int or not 0 < number < 1 << 31):
             raise ConfigurationError(f"{name} is an int above 0, not {number!r}")
-    if type(partial) is not bool:
-        raise ConfigurationError(f"partial is a bool, not {partial!r}")
+    check_bools(partial=partial)
     if participant is not None and not (
         type(participant) is int or (isinstance(participant, str) and len(participant) <= 256)
     ):
