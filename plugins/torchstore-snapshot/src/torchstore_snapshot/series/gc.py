@@ -205,13 +205,13 @@ def _gc(text: str, keep_last: int | None, dry_run: bool, grace: float | None) ->
 
 
 def remove_replaced(storage: Storage, before: Manifest) -> None:
-    """Remove the files of a snapshot that has just been replaced, as far as no other snapshot and
-    no running take may refer to them. Never raises because of what others have left: gc does it
-    later.
+    """Remove the files of a snapshot that has just been replaced, also those of earlier ones that
+    it referred to, as far as no other snapshot and no running take may refer to them. Never raises
+    because of what others have left: gc does it later.
     """
     name = folder_name(storage)
-    mine = [file.name for file in before.files if not file.snapshot]
-    if not mine:
+    files = references(name, before)
+    if not files:
         return
     try:
         seen = survey(Place.around(storage), GRACE_S)
@@ -219,11 +219,12 @@ def remove_replaced(storage: Storage, before: Manifest) -> None:
         return
     if seen.reading or seen.may_refer(before.sequence):
         return
-    referred = seen.referred()
-    for file in mine:
-        if (name, file) not in referred:
+    if seen.may_refer(0):  # to what is older than the snapshot
+        files = {(folder, file) for folder, file in files if folder == name}
+    for folder, file in files - seen.referred():
+        if take_of(file) not in seen.running:
             with contextlib.suppress(OSError):  # such as a folder in its place
-                storage.delete(file)
+                storage.sibling(folder).delete(file)
 
 
 def _because(keepers: list[str]) -> str:
