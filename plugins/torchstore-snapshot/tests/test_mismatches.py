@@ -7,17 +7,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import torchstore_core as ts
 from torchstore_snapshot import (
+    AppStateError,
     Snapshot,
     SnapshotCorruptError,
     SnapshotExistsError,
     SnapshotFormatError,
     SnapshotNotFoundError,
     StateDict,
+    gc,
 )
 from torchstore_snapshot.format.hashes import digest_of
 from torchstore_snapshot.format.manifest import VERSION
@@ -186,3 +189,66 @@ def test_a_damaged_manifest(folder: Path) -> None:
     refuses(folder, SnapshotCorruptError)
     (folder / MANIFEST).write_bytes(text[:-10])
     refuses(folder, SnapshotFormatError)
+
+
+@pytest.mark.parametrize("wrong", [[state(1)], None, 5, state(1).data.keys()])
+def test_an_application_state_that_is_no_mapping(folder: Path, wrong: Any) -> None:
+    for call in (
+        lambda: Snapshot.take(folder.parent / "t", wrong),
+        lambda: Snapshot.async_take(folder.parent / "t", wrong),
+        lambda: Snapshot(folder).restore(wrong),
+    ):
+        with pytest.raises(AppStateError, match="an app_state is a dict of objects"):
+            call()
+    assert not (folder.parent / "t").exists()
+
+
+def test_bools_are_bools(folder: Path) -> None:
+    own: dict[str, Any] = {"m": state(2)}
+    snapshot = Snapshot(folder)
+    no: Any = "no"
+    for name, call in {
+        "overwrite": lambda: Snapshot.take(folder, own, overwrite=no),
+        "fsync": lambda: Snapshot.async_take(folder.parent / "t", own, fsync=no),
+        "progress": lambda: Snapshot.take(folder.parent / "t", own, progress=no),
+        "allow_pickle": lambda: Snapshot(folder, allow_pickle=no),
+        "strict": lambda: snapshot.restore(own, no),
+        "verify": lambda: snapshot.get_state_dict_for_key("m", verify=no),
+        "dry_run": lambda: gc(folder, dry_run=no),
+    }.items():
+        with pytest.raises(ts.ConfigurationError, match=f"{name} is a bool"):
+            call()
+    assert unchanged(own["m"], 2)
+    assert snapshot.read_object("m/n") == 1
+
+
+def test_arguments_of_other_types(folder: Path) -> None:
+    snapshot = Snapshot(folder)
+    wrong: Any = None
+    for call in (
+        lambda: snapshot.read_object(wrong),
+        lambda: snapshot.get_state_dict_for_key(wrong),
+        lambda: snapshot.read_object("m/a", tensor_slice=(0, 1)),  # type: ignore[arg-type]
+        lambda: gc(folder, grace="1"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ts.ConfigurationError):
+            call()
+
+
+def test_reading_into_an_array(folder: Path) -> None:
+    snapshot = Snapshot(folder)
+    array = np.zeros((100, 100), np.int64)
+    assert snapshot.read_object("m/a", array) is array
+    assert (array == 1).all()
+    turned = np.zeros((50, 2), np.int64)[:, 0]
+    assert snapshot.read_object("m/b", turned) is turned
+    assert (turned == 1).all()
+    fixed = np.zeros((50,), np.int64)
+    fixed.flags.writeable = False
+    for other in (fixed, np.zeros((50,)), np.zeros((49,), np.int64), np.zeros(50, object), [0.0]):
+        with pytest.raises(ts.LayoutMismatchError):
+            snapshot.read_object("m/b", other)
+    assert not fixed.any()
+    with pytest.raises(ts.LayoutMismatchError, match="no tensor in the snapshot"):
+        snapshot.read_object("m/n", array)
+    assert snapshot.read_object("m/n", 0) == 1

@@ -86,8 +86,9 @@ async def test_references_of_another_store_are_refused(shared: ts.Client) -> Non
     async with running_store(timeout=20, capacity=1 << 20, store_name="other") as other:
         held = await other.put_object([1])
         for call in (shared.wait_any([held], timeout=1), shared.free([held])):
-            with pytest.raises(ts.ConfigurationError, match="belongs to store 'other'"):
+            with pytest.raises(ts.VersionGoneError, match="belongs to store 'other'") as raised:
                 await call
+            assert raised.value.details["incarnation"] == held.ref.incarnation
         with pytest.raises(ts.VersionGoneError, match="belongs to another store"):
             await shared.get(held)
         assert await other.get(held) == [1]

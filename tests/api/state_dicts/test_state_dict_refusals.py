@@ -89,3 +89,40 @@ async def test_pickle_is_needed_only_for_what_needs_it(shared):
     with pytest.raises(ts.UnsafeObjectError):
         await ts.get("own", allow_pickle=False)
     assert (await ts.get("own/w", allow_pickle=False)).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("wrong", ["no", 0, None])
+async def test_bools_are_bools(shared, k, wrong):
+    """Text that means no would be true."""
+    value = {"w": torch.ones(3)}
+    await ts.put_state_dict(value, k)
+    mine = {"w": torch.zeros(3)}
+    for name, call in {
+        "strict": lambda: ts.get_state_dict(k, mine, strict=wrong),
+        "cast": lambda: ts.get_state_dict(k, mine, cast=wrong),
+        "partial": lambda: ts.put_state_dict(value, k, partial=wrong),
+        "blocking": lambda: ts.put_state_dict(value, k, blocking=wrong),
+        "rewind": lambda: ts.put(k, 1, version=9, rewind=wrong),
+        "undo": lambda: ts.drain(0, undo=wrong),
+        "wait": lambda: ts.drain(0, wait=wrong),
+    }.items():
+        with pytest.raises(ts.ConfigurationError, match=f"{name} is a bool"):
+            await call()
+    assert not mine["w"].any()
+    assert (await ts.stat(k)).version == 1
+
+
+async def test_patterns_that_match_nothing(shared, k):
+    """Unless other participants, or the version before, may have what they are for."""
+    value = {"layer": {"w": torch.ones(3)}, "ids": torch.arange(3)}
+    casts = {"layers.*": torch.bfloat16, "head": None}
+    with pytest.raises(
+        ts.ConfigurationError, match=r"no entry of .* matches .*'layers\.\*', 'head'"
+    ):
+        await ts.put_state_dict(value, k, transfer_dtype=casts)
+    assert not await ts.exists(k)
+    for which in ("layer.*", "ids"):
+        await ts.put_state_dict(value, k, transfer_dtype={**casts, which: torch.bfloat16})
+    await ts.put_state_dict(value, k, transfer_dtype={})
+    await ts.put_state_dict(value, k, transfer_dtype=casts, partial=True)
+    await ts.put_state_dict(value, f"{k}2", transfer_dtype=casts, participants=2, participant=0)

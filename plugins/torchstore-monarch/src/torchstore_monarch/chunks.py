@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from torchstore_core.contracts.transport import Copy
 
-__all__ = ["PIECES", "Chunk", "ChunkSize", "chunks"]
-
 #: Most pieces of one call.
 PIECES = 4096
 

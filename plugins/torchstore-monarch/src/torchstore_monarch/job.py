@@ -26,8 +26,6 @@ from torchstore_monarch.actors.directory import Directory
 from torchstore_monarch.plugin import is_worker
 from torchstore_monarch.protocol import FoundStore, Offer, Placement, result
 
-__all__ = ["as_store_actor", "directory", "end", "find", "rank", "use_this_actor", "volume_actor"]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -18,18 +18,6 @@ from torchstore_core.errors import (
 )
 from torchstore_core.plugins.strategy_data import encode_strategy
 
-__all__ = [
-    "ErrorData",
-    "FoundStore",
-    "Offer",
-    "Placement",
-    "StoreRequest",
-    "VolumePlan",
-    "encoded_error",
-    "outcome",
-    "result",
-]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -14,8 +14,6 @@ from torchstore_core.machine import topology
 from torchstore_monarch import job
 from torchstore_monarch.protocol import FoundStore, StoreRequest, result
 
-__all__ = ["MonarchRuntime"]
-
 log = logging.getLogger(__name__)
 
 _UNDO_S = 8.0

@@ -9,8 +9,6 @@ from typing import TypeVar
 from torchstore_core.machine.copying import DIRECT_MAX
 from torchstore_core.machine.tasks import wait_ended
 
-__all__ = ["in_thread", "where_it_fits"]
-
 T = TypeVar("T")
 
 

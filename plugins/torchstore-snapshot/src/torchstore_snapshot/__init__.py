@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from torchstore_snapshot.errors import (
+    AppStateError,
     BucketNotFoundError,
     ForeignFileError,
     NotAtomicError,
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AppState",
+    "AppStateError",
     "BucketNotFoundError",
     "ForeignFileError",
     "GcReport",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torchstore_core.errors import TorchStoreError
 
 __all__ = [
+    "AppStateError",
     "BucketNotFoundError",
     "ForeignFileError",
     "NotAtomicError",
@@ -29,6 +30,12 @@ class SnapshotError(TorchStoreError):
     """
 
     code = "snapshot"
+
+
+class AppStateError(SnapshotError, TypeError):
+    """An application state is no mapping of names to objects with a state dict."""
+
+    code = "snapshot-app-state"
 
 
 class SnapshotNotFoundError(SnapshotError, FileNotFoundError):

@@ -7,7 +7,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["Advance", "Progress", "metered"]
+from torchstore_core.clients.calls.arguments import check_bools
+
+__all__ = ["Advance", "Progress", "check_progress", "metered"]
 
 #: False: nothing is said. True: a bar on standard error, if that is a terminal and rich is
 #: installed. Or a function, which is called with the bytes that are done and all bytes.
@@ -29,6 +31,12 @@ class _Meter:
             self._show(self._done, self._total)
 
 
+def check_progress(given: Progress) -> None:
+    """Raise ConfigurationError if that is no way to show progress."""
+    if not callable(given):
+        check_bools(progress=given)
+
+
 @contextmanager
 def metered(progress: Progress, text: str, total: int) -> Iterator[Advance | None]:
     """While it lasts, progress is shown; None if nobody looks.
@@ -44,6 +52,7 @@ def metered(progress: Progress, text: str, total: int) -> Iterator[Advance | Non
     >>> seen
     [(2, 3), (3, 3)]
     """
+    check_progress(progress)
     if callable(progress):
         yield _Meter(progress, total).advance
         return

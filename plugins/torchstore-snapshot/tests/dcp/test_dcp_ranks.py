@@ -67,6 +67,22 @@ async def test_any_layout_loads_into_any_other(
     assert sum(entry.nbytes for entry in entries) == stored  # once, whatever is replicated
 
 
+_CUBES = [("four", [2, 1, 2], "001"), ("four", [1, 2, 2], "R10"), ("two", [2], "1")]
+
+
+async def test_meshes_of_three_dimensions(
+    jobs: Jobs, tmp_path: Path, store: blocking.Client
+) -> None:
+    """Two of which may divide one dimension of a tensor, into shards that are uneven or empty."""
+    for number, (_, mesh, spec) in enumerate(_CUBES[:2]):
+        where = str(tmp_path / str(number))
+        for kind in ("snapshot", "store"):
+            await jobs["four"].run(acts.save, kind, where, mesh, spec)
+            for job, other_mesh, other_spec in _CUBES:
+                await jobs[job].run(acts.load, kind, where, other_mesh, other_spec)
+        assert Snapshot(where).verify() == {}
+
+
 async def test_a_checkpoint_is_a_snapshot_and_a_snapshot_a_checkpoint(
     jobs: Jobs, tmp_path: Path
 ) -> None:

@@ -90,7 +90,32 @@ def test_a_base_that_is_replaced_while_a_take_refers_to_it(place: str) -> None:
     commit(running.storage, running.take, [write(running)], options, claim=running.claim)
     assert not Snapshot(f"{place}/1").verify()
     Snapshot.take(f"{place}/1", state(60), overwrite=True)
-    assert len(gc(place, grace=0).files) == 1  # what only the replaced snapshots had
+    assert gc(place, grace=0).files == ()  # what only the replaced snapshots had went with them
+    kept = {file.name for file in Snapshot(f"{place}/0").manifest.files}
+    assert {name for name in names(f"{place}/0") if name.endswith(".safetensors")} == kept
+
+
+def test_the_last_snapshot_that_referred_to_files_is_replaced(place: str) -> None:
+    """Those of a snapshot that was replaced earlier; but only if nobody can refer to them."""
+    Snapshot.take(f"{place}/0", state(0))
+    Snapshot.take(f"{place}/1", state(0), base=f"{place}/0")
+    Snapshot.take(f"{place}/2", state(0), base=f"{place}/0")
+    Snapshot.take(f"{place}/0", state(50), overwrite=True)
+    (old,) = {file.name for file in Snapshot(f"{place}/1").manifest.files if file.snapshot == "0"}
+    Snapshot.take(f"{place}/1", state(60), overwrite=True)
+    assert old in names(f"{place}/0")
+    storage = open_storage(f"{place}/2")
+    data = storage.read(MANIFEST)
+    Snapshot.take(f"{place}/3", state(0), base=f"{place}/2")
+    storage.publish(MANIFEST, data[:-20], take="", overwrite=True, durable=False)
+    Snapshot.take(f"{place}/3", state(60), overwrite=True)  # the damaged one may refer to it
+    assert old in names(f"{place}/0")
+    storage.publish(MANIFEST, data, take="", overwrite=True, durable=False)
+    Snapshot.take(f"{place}/2", state(60), overwrite=True)
+    assert old not in names(f"{place}/0")
+    for name in "0123":
+        assert not Snapshot(f"{place}/{name}").verify()
+    assert gc(place, grace=0).files == ()
 
 
 def test_a_take_that_fails_leaves_no_claim(place: str) -> None:

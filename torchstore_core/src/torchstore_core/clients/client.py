@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchstore_core.clients.calls.arguments import check_key, check_min_version, check_version
+from torchstore_core.clients.calls.arguments import (
+    check_bools,
+    check_key,
+    check_min_version,
+    check_version,
+)
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.calls.incarnations import check_after, refs_of
 from torchstore_core.clients.calls.volume_operations import VolumeOperations
@@ -449,7 +454,8 @@ class Client(VolumeOperations):
                 RANK.
             transfer_dtype: store floating-point entries in this dtype; or a dict of name patterns
                 (``fnmatch``; the match with the most literal characters wins) to dtype or None
-                (unchanged). The cast is part of the copy.
+                (unchanged). The cast is part of the copy. If this is all of the state dict, some
+                entry has to match.
             partial: entries that are not given are taken from the previous version, and share its
                 memory.
             keep: how many versions stay readable; None: as many as before, initially one.
@@ -466,6 +472,7 @@ class Client(VolumeOperations):
             VersionGoneError, UnsupportedValueError, StoreFullError, ...: as for ``put``.
         """
         with self._watch("put_state_dict", timeout, key) as clock:
+            check_bools(blocking=blocking)
             how = version, rewind, when_full, allow_pickle
             session, channel, sources, options = await self._plan(
                 key,
@@ -562,6 +569,7 @@ class Client(VolumeOperations):
         with self._watch("get_state_dict", timeout, key) as clock:
             clock.version = exact = check_version(version)
             check_min_version(min_version)
+            check_bools(strict=strict, cast=cast)
             if report is not None and not isinstance(report, StateDictReport):
                 raise ConfigurationError(f"report is a StateDictReport, or None, not {report!r}")
             if exact and min_version is not None and min_version > exact:

@@ -29,9 +29,6 @@ from torchstore_monarch.actors.uplinks import Uplinks
 from torchstore_monarch.protocol import StoreRequest, outcome
 from torchstore_monarch.rpc.forwarder import Forwarder
 
-__all__ = ["ControllerActor"]
-
-
 # The fraction of an uplink's patience after which a silent uplink is dead, if an agent is known to
 # have died: while a relay lives, it is never silent for so long.
 _SILENT = 1 / 3

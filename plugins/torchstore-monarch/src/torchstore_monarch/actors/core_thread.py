@@ -11,8 +11,6 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-__all__ = ["CoreThread"]
-
 T = TypeVar("T")
 _END_S = 1.0
 _TURNS = 3

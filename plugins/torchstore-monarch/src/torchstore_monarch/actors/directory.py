@@ -38,8 +38,6 @@ from torchstore_monarch.protocol import (
     result,
 )
 
-__all__ = ["Directory"]
-
 log = logging.getLogger(__name__)
 
 # How long the caller of `shutdown` waits, and the fraction of that for ending a store here.

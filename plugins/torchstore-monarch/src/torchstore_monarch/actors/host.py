@@ -28,8 +28,6 @@ from torchstore_monarch.rpc.forwarder import Forwarder
 from torchstore_monarch.rpc.server import RpcServer
 from torchstore_monarch.rpc.wire import Place
 
-__all__ = ["HostActor"]
-
 _WATCH_S = 1.0
 _GRACE_S = 3.0
 

@@ -16,8 +16,6 @@ from torchstore_core.contracts.transport import Segment, ServerContext, Transpor
 from torchstore_core.errors import TransportError, TransportUnavailableError
 from torchstore_monarch.protocol import Offer
 
-__all__ = ["Host", "HostedServer", "hosting"]
-
 _TICKET_BYTES = 16
 
 

@@ -6,8 +6,6 @@ import ipaddress
 from collections.abc import Sequence
 from itertools import zip_longest
 
-__all__ = ["spread", "told_addresses"]
-
 
 def spread(hosts: Sequence[str], volumes: int) -> list[int]:
     """Return the index of the agent for each volume, given the agents' hosts.

@@ -8,8 +8,6 @@ import tempfile
 
 from torchstore_core.machine.directories import remove_stale, runtime_directory
 
-__all__ = ["SweptDirectory"]
-
 # Waits for the end of its standard input, which comes when the process at the other end ends, even
 # by `kill -9`. Then it removes the directory, if that still exists.
 _SWEEP = 'trap "" HUP INT TERM; read -r _; rm -rf -- "$1"'

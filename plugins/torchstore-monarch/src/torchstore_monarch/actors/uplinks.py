@@ -24,8 +24,6 @@ from torchstore_core.errors import StoreClosedError
 from torchstore_core.server.remote.relay_server import RelayServer
 from torchstore_monarch.protocol import encoded_error, result
 
-__all__ = ["RelayUplink", "Uplinks"]
-
 log = logging.getLogger(__name__)
 
 # No replies, encoded.

@@ -18,8 +18,6 @@ from collections.abc import Sequence
 
 from torchstore_core.machine.copying import STREAM_MIN, Run, copy_runs
 
-__all__ = ["buffer", "copy", "is_direct", "keep"]
-
 _KEEP_S = 120.0
 _kept: deque[tuple[float, object]] = deque()
 

@@ -23,8 +23,6 @@ from torchstore_monarch.rdma.wire import GREETING
 from torchstore_monarch.rpc.wire import Place
 from torchstore_monarch.threads import in_thread
 
-__all__ = ["RdmaLink"]
-
 log = logging.getLogger(__name__)
 
 #: Largest number of bytes in one endpoint call.

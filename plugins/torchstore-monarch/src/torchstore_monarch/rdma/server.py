@@ -17,8 +17,6 @@ from torchstore_monarch.rdma.wire import GREETING
 from torchstore_monarch.rpc.wire import Place
 from torchstore_monarch.threads import in_thread
 
-__all__ = ["RdmaServer"]
-
 _TIMEOUT_S = 60
 # Addresses and sizes of the places of each buffer.
 _Places = Sequence[Sequence[tuple[int, int]]]

@@ -18,8 +18,6 @@ from torchstore_monarch.protocol import result
 from torchstore_monarch.rpc.wire import CHUNK, HEADER, RpcRequest, RpcResponse, frame
 from torchstore_monarch.threads import where_it_fits
 
-__all__ = ["Forwarder"]
-
 log = logging.getLogger(__name__)
 
 _SOCKET = "agent.sock"

@@ -34,8 +34,6 @@ from torchstore_monarch.rpc.wire import (
     frame,
 )
 
-__all__ = ["RpcLink"]
-
 _IN_FLIGHT = 2
 _LEAST = 1 << 20  # bytes of the first call, and of each where the network is slow
 _CONNECT_S = 10.0

@@ -13,8 +13,6 @@ from torchstore_monarch.actors.hosting import HostedServer
 from torchstore_monarch.rpc.wire import GREETING, Admission, Place
 from torchstore_monarch.threads import where_it_fits
 
-__all__ = ["RpcServer"]
-
 
 class RpcServer(HostedServer):
     """Reads and writes segments for :class:`HostActor`'s endpoints."""

@@ -9,17 +9,6 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = [
-    "CHUNK",
-    "GREETING",
-    "HEADER",
-    "Admission",
-    "Place",
-    "RpcRequest",
-    "RpcResponse",
-    "frame",
-]
-
 #: Largest request in bytes. Each request is one endpoint call.
 CHUNK = 8 << 20
 HEADER = 4

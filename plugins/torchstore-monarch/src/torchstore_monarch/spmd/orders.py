@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["RootOrder", "StoreReport"]
-
 
 class StoreReport(msgspec.Struct, frozen=True):
     """The outcome of a start: Unix sockets by host id, or why there is no store (an error code of

@@ -35,8 +35,6 @@ from torchstore_core.machine import topology
 from torchstore_monarch.protocol import StoreRequest
 from torchstore_monarch.spmd.orders import RootOrder, StoreReport
 
-__all__ = ["MonarchRankStore", "RootProcess", "WorkerProcess", "start"]
-
 log = logging.getLogger(__name__)
 
 _END_FAILED_S = 3.0

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from torchstore_core.clients.calls.arguments import check_bools
 from torchstore_core.clients.state_dicts.getting import StateDictReport
 from torchstore_core.errors import ConfigurationError
 from torchstore_core.values import TensorSlice
@@ -62,6 +63,7 @@ class Snapshot:
         allow_pickle: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
+        check_bools(allow_pickle=allow_pickle)
         self.path = os.fspath(path)
         self.pg = pg
         self._allow_pickle = allow_pickle
@@ -257,7 +259,7 @@ class Snapshot:
 
         Args:
             path: ``"key/name"``, or ``"rank/key/name"``.
-            obj_out: a tensor or DTensor to read into; None: a new tensor on the host.
+            obj_out: a tensor, DTensor or numpy array to read into; None: a new tensor on the host.
             memory_budget_bytes: bytes of memory that may be used in addition to the tensor that is
                 returned (at least 64 KiB are); None: what is fastest. Files are not mapped then,
                 so that their pages do not count as memory of this process either.
@@ -267,11 +269,12 @@ class Snapshot:
                 read those as a whole, too, and check them, before anything is written to.
 
         Returns:
-            ``obj_out`` if it is a tensor, otherwise the object.
+            ``obj_out`` if it was given for a tensor, otherwise the object.
 
         Raises:
             SnapshotNotFoundError: there is no such object, or no snapshot.
-            LayoutMismatchError: the tensor does not fit ``obj_out`` or the slice.
+            LayoutMismatchError: the object does not fit ``obj_out`` or the slice.
+            ConfigurationError: an argument is of another type.
             SnapshotCorruptError, SnapshotFormatError, UnsafeObjectError: as for :meth:`restore`.
         """
         return restoring.read_object(

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from torchstore_snapshot.errors import SnapshotError
+from torchstore_snapshot.errors import AppStateError
 
 __all__ = ["AppState", "RNGState", "StateDict", "Stateful"]
 
@@ -65,19 +65,25 @@ def checked(app_state: AppState) -> list[tuple[str, Stateful]]:
     state of the random number generator first.
 
     Raises:
-        TypeError: a value is not :class:`Stateful`.
-        SnapshotError: a key is not a non-empty str, or there are several :class:`RNGState`.
+        AppStateError: it is no mapping, a key is not a non-empty str, a value is not
+            :class:`Stateful`, or there are several :class:`RNGState`.
     """
+    given: object = app_state
+    if not isinstance(given, Mapping):
+        raise AppStateError(
+            "an app_state is a dict of objects with state_dict() and load_state_dict(), by key, "
+            f"not a {type(given).__qualname__}"
+        )
     for key, value in app_state.items():
         name: object = key
         if not isinstance(name, str) or not name:
-            raise SnapshotError(f"the keys of an app_state are non-empty str, not {name!r}")
+            raise AppStateError(f"the keys of an app_state are non-empty str, not {name!r}")
         if not isinstance(value, Stateful):
-            raise TypeError(
+            raise AppStateError(
                 f"app_state[{key!r}] has no state_dict() and load_state_dict(): it is a "
                 f"{type(value).__qualname__}; put plain values into a StateDict"
             )
     found = sorted(app_state.items(), key=lambda item: (not isinstance(item[1], RNGState), item[0]))
     if sum(isinstance(value, RNGState) for _, value in found) > 1:
-        raise SnapshotError("an app_state has at most one RNGState")
+        raise AppStateError("an app_state has at most one RNGState")
     return found

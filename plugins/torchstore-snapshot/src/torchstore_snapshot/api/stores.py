@@ -10,6 +10,7 @@ from typing import Any
 
 import torchstore_core as ts
 from torchstore_core.clients.calls import thread_loops
+from torchstore_core.clients.calls.arguments import check_bools
 from torchstore_core.clients.packed.packed import TorchStoreStateDict
 from torchstore_core.clients.stores.environment import DEFAULT_NAME
 from torchstore_core.clients.values import nesting
@@ -70,6 +71,7 @@ async def snapshot_store(
         StoreClosedError: there is no such store.
         SnapshotExistsError, UnsafeObjectError, OSError: as for ``Snapshot.take``.
     """
+    check_bools(overwrite=overwrite, fsync=fsync, allow_pickle=allow_pickle)
     client = await ts.client(store_name)
     states: dict[str, Any] = {}
     stored: dict[str, StoredKey] = {}
@@ -170,6 +172,7 @@ async def load_into_store(
             shards, those before the damaged one are an unfinished version.
         StoreFullError, VersionGoneError, StoreClosedError: a value cannot be put.
     """
+    check_bools(keep_versions=keep_versions, allow_pickle=allow_pickle, verify=verify)
     client = await ts.client(store_name)
     with using(storage_options):
         storage = open_storage(path)

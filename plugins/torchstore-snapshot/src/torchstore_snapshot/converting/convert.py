@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from torchstore_core.clients.calls.arguments import check_bools
 from torchstore_core.errors import ConfigurationError, LayoutMismatchError
 from torchstore_snapshot.converting.dcp_folders import from_dcp, to_dcp
 from torchstore_snapshot.converting.kinds import KINDS, Kind, detect
@@ -92,6 +93,7 @@ def convert(
             something. Nothing is left of the destination.
         OSError: the storage failed.
     """
+    check_bools(overwrite=overwrite, fsync=fsync, allow_pickle=allow_pickle)
     urls = [is_remote(os.fspath(path)) for path in (source, destination)]
     with using(storage_options, with_folders=any(urls)):
         return _convert(

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from torchstore_core import boxes
+from torchstore_core.clients.calls.arguments import check_bools
 from torchstore_core.clients.values import nesting
 from torchstore_core.clients.values.codec import decode_object
 from torchstore_core.clients.values.tensors import dtype_of
@@ -86,6 +87,7 @@ class SnapshotStorageReader(AtPath, StorageReader):
         self._key = key
         self._verify = verify
         self._check: Check | None = "before" if when_new(verify) == "during" else when_new(verify)
+        check_bools(allow_pickle=allow_pickle)
         self._allow_pickle = allow_pickle
         self._manifest: Manifest | None = None
         self._values: dict[str, Any] = {}

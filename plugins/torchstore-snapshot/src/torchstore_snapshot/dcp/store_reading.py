@@ -24,6 +24,7 @@ from torch.futures import Future
 
 import torchstore_core as ts
 from torchstore_core.clients.calls import thread_loops
+from torchstore_core.clients.calls.arguments import check_bools
 from torchstore_core.clients.stores.environment import DEFAULT_NAME
 from torchstore_core.clients.values import nesting
 from torchstore_core.clients.values.sharding import ShardList
@@ -70,6 +71,7 @@ class TorchStoreReader(AtKey, StorageReader):
         self._key = key
         self._store_name = store_name
         self._version = version
+        check_bools(allow_pickle=allow_pickle)
         self._allow_pickle = allow_pickle
         self._timeout = timeout
         self._seen = 0

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from torchstore_core import blocking as ts
+from torchstore_core.clients.calls.arguments import check_bools
 from torchstore_core.clients.stores.environment import DEFAULT_NAME
 from torchstore_core.clients.values.codec import decode_object
 from torchstore_core.clients.values.sharding import ShardList
@@ -77,6 +78,7 @@ class TorchStoreWriter(AtKey, StorageWriter):
         self._key = key
         self._store_name = store_name
         self._keep = keep
+        check_bools(allow_pickle=allow_pickle)
         self._allow_pickle = allow_pickle
         self._timeout = timeout
         self._rank = 0

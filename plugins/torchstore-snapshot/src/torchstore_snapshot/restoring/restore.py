@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -9,6 +10,7 @@ import msgspec
 import torch
 
 from torchstore_core import boxes
+from torchstore_core.clients.calls.arguments import check_bools
 from torchstore_core.clients.state_dicts.getting import StateDictReport
 from torchstore_core.clients.values import nesting
 from torchstore_core.clients.values.codec import PICKLE, decode_object
@@ -19,7 +21,7 @@ from torchstore_core.values import ObjectMeta, TensorSlice
 from torchstore_snapshot.api.stateful import AppState, RNGState, Stateful, checked
 from torchstore_snapshot.errors import SnapshotNotFoundError
 from torchstore_snapshot.format.manifest import Entry, Manifest, ObjectEntry, TensorEntry
-from torchstore_snapshot.progress import Progress
+from torchstore_snapshot.progress import Progress, check_progress
 from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.restoring.destinations import Filled, like, match, tensor_reads
 from torchstore_snapshot.restoring.files import Files
@@ -92,6 +94,8 @@ def restore(
     loads: _Loads = []
     try:
         check = _when(verify)
+        check_bools(strict=strict)
+        check_progress(progress)
         checked(app_state)  # first: whatever there is at the path, it is wrong
         manifest = manifest_of()
         planned = _plan(storage, manifest, app_state, ranks, strict=strict)
@@ -220,6 +224,9 @@ def find(manifest: Manifest, path: str, url: str, rank: int = 0) -> tuple[str, E
     Raises:
         SnapshotNotFoundError: there is no such object.
     """
+    given: object = path
+    if not isinstance(given, str):
+        raise ConfigurationError(f"the path of an object is a str, not {given!r}")
     first, _, rest = path.partition("/")
     candidates = [(rank, path)]
     if first.isdecimal() and rest:
@@ -257,25 +264,61 @@ def read_object(
     if number is not None and (type(number) is not int or number < 1):
         raise ConfigurationError(f"memory_budget_bytes is an int above 0, not {budget!r}")
     check = when_new(verify)
+    if tensor_slice is not None and not isinstance(tensor_slice, TensorSlice):
+        raise ConfigurationError(f"tensor_slice is a TensorSlice, or None, not {tensor_slice!r}")
+    destination = _destination(obj_out)
     where, entry = find(manifest, path, storage.url, rank)
     with Files(storage, manifest) as files:
         if isinstance(entry, ObjectEntry):
+            if destination is not None or tensor_slice is not None:
+                raise LayoutMismatchError(
+                    f"{where!r} is no tensor in the snapshot: it has no slices, and cannot be read "
+                    "into a tensor",
+                    key=where,
+                )
             return _object(files, where, entry, allow_pickle=allow_pickle)
-        tensor = isinstance(obj_out, torch.Tensor) or is_sharded(obj_out)
+        if destination is None and obj_out is not None:
+            raise LayoutMismatchError(
+                f"{where!r} is a tensor in the snapshot, and obj_out a "
+                f"{type(obj_out).__qualname__}; give a tensor, or None for a new one",
+                key=where,
+            )
+        made: Any = destination
         reads: list[Read]
-        if tensor and tensor_slice is None:
-            reads = tensor_reads(where, entry, obj_out)
-            made = obj_out
+        if made is not None and tensor_slice is None:
+            reads = tensor_reads(where, entry, made)
         else:
             box = boxes.whole(entry.shape)
             if tensor_slice is not None:
                 box = slice_box(where, tensor_slice, entry.shape)
-            made = obj_out if tensor else empty_for(where, entry, box.shape)
+            if made is None:
+                made = empty_for(where, entry, box.shape)
             part = TensorEntry(entry.dtype, box.shape, ())
             tensor_reads(where, part, made)  # checks the destination
             reads = plan_reads(where, entry, made, box)
         execute(files, reads, check=check, budget=budget)
-        return made
+        return made if obj_out is None else obj_out
+
+
+def _destination(obj_out: Any) -> Any:
+    """The tensor that is filled: for a numpy array, one with its memory; None for another object.
+
+    Raises:
+        LayoutMismatchError: torch has no tensor with the memory of that array.
+    """
+    if isinstance(obj_out, torch.Tensor) or is_sharded(obj_out):
+        return obj_out
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(obj_out, numpy.ndarray):
+        return None
+    try:
+        if not obj_out.flags.writeable:
+            raise ValueError("it is read-only")
+        return torch.from_numpy(obj_out)
+    except (TypeError, ValueError) as error:
+        raise LayoutMismatchError(
+            f"the numpy array given as obj_out cannot be filled: {error}; give a tensor"
+        ) from error
 
 
 def state_dict_of(
@@ -291,7 +334,12 @@ def state_dict_of(
 
     Raises:
         SnapshotNotFoundError: there is no such key.
+        ConfigurationError: the key is no str, or ``verify`` no bool.
     """
+    given: object = key
+    if not isinstance(given, str):
+        raise ConfigurationError(f"the key of a state dict is a str, not {given!r}")
+    check_bools(verify=verify)
     entries: Mapping[str, Entry] | None = manifest.of_rank(rank).get(key)
     if entries is None:
         raise SnapshotNotFoundError(

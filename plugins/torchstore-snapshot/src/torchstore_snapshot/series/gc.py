@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from torchstore_core.clients.calls.arguments import check_bools
 from torchstore_core.errors import ConfigurationError, TorchStoreError
 from torchstore_snapshot.format.manifest import Manifest
 from torchstore_snapshot.format.paths import MANIFEST, claim_file, take_of
@@ -121,10 +122,12 @@ def gc(
     >>> report.dropped, report.kept, len(report.files)
     (('0',), ('1', '2'), 1)
     """
+    check_bools(dry_run=dry_run)
     last: object = keep_last
     if last is not None and (type(last) is not int or last < 1):
         raise ConfigurationError(f"keep_last is an int above 0, not {last!r}")
-    if grace is not None and not grace >= 0:
+    silence: object = grace
+    if silence is not None and not (isinstance(silence, int | float) and silence >= 0):
         raise ConfigurationError(f"grace is a number of seconds from 0, not {grace!r}")
     with using(storage_options):
         return _gc(os.fspath(path), keep_last, dry_run, grace)
@@ -202,13 +205,13 @@ def _gc(text: str, keep_last: int | None, dry_run: bool, grace: float | None) ->
 
 
 def remove_replaced(storage: Storage, before: Manifest) -> None:
-    """Remove the files of a snapshot that has just been replaced, as far as no other snapshot and
-    no running take may refer to them. Never raises because of what others have left: gc does it
-    later.
+    """Remove the files of a snapshot that has just been replaced, also those of earlier ones that
+    it referred to, as far as no other snapshot and no running take may refer to them. Never raises
+    because of what others have left: gc does it later.
     """
     name = folder_name(storage)
-    mine = [file.name for file in before.files if not file.snapshot]
-    if not mine:
+    files = references(name, before)
+    if not files:
         return
     try:
         seen = survey(Place.around(storage), GRACE_S)
@@ -216,11 +219,12 @@ def remove_replaced(storage: Storage, before: Manifest) -> None:
         return
     if seen.reading or seen.may_refer(before.sequence):
         return
-    referred = seen.referred()
-    for file in mine:
-        if (name, file) not in referred:
+    if seen.may_refer(0):  # to what is older than the snapshot
+        files = {(folder, file) for folder, file in files if folder == name}
+    for folder, file in files - seen.referred():
+        if take_of(file) not in seen.running:
             with contextlib.suppress(OSError):  # such as a folder in its place
-                storage.delete(file)
+                storage.sibling(folder).delete(file)
 
 
 def _because(keepers: list[str]) -> str:

@@ -27,6 +27,7 @@ from torchstore_core.clients.values.tensors import describe, dtype_name, storabl
 from torchstore_core.errors import UnsafeObjectError, UnsupportedValueError
 from torchstore_core.values import ObjectMeta, TensorSlice
 from torchstore_snapshot.api.stateful import AppState, RNGState, checked
+from torchstore_snapshot.errors import AppStateError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -98,11 +99,11 @@ def collect(
     Raises:
         UnsafeObjectError: a value needs pickle, which ``allow_pickle`` does not permit.
         UnsupportedValueError, LayoutMismatchError: a value cannot be stored.
-        TypeError, SnapshotError: see :func:`~torchstore_snapshot.api.stateful.checked`.
+        AppStateError: see :func:`~torchstore_snapshot.api.stateful.checked`.
     """
     given: object = replicated
     if isinstance(given, str):  # each of its letters would be a glob
-        raise TypeError(f"replicated is a list of globs, such as [{given!r}], not a str")
+        raise AppStateError(f"replicated is a list of globs, such as [{given!r}], not a str")
     rng: tuple[RNGState, dict[str, Any]] | None = None
     states: dict[str, Any] = {}
     common: dict[str, Collection[str] | None] = {}

@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 import msgspec
 
+from torchstore_core.clients.calls.arguments import check_bools
 from torchstore_core.errors import ConfigurationError, TorchStoreError
 from torchstore_snapshot.api.stateful import AppState
 from torchstore_snapshot.format.manifest import Manifest
 from torchstore_snapshot.format.paths import new_take_id
 from torchstore_snapshot.format.safetensors_files import FILE_MAX
-from torchstore_snapshot.progress import Progress
+from torchstore_snapshot.progress import Progress, check_progress
 from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.series.claims import Claim
 from torchstore_snapshot.series.survey import folder_name, references
@@ -62,6 +63,8 @@ class TakeOptions(NamedTuple):
 
     def check(self) -> None:
         """Raise ConfigurationError if a value is invalid."""
+        check_bools(overwrite=self.overwrite, fsync=self.fsync, allow_pickle=self.allow_pickle)
+        check_progress(self.progress)
         for name in ("file_max", "threads", "memory_budget"):
             number: object = getattr(self, name)
             if (type(number) is not int or number < 1) and not (

@@ -29,15 +29,15 @@ def check_key(key: object) -> str:
     raise UnsupportedValueError(f"a key is a str of 1 to {m.MAX_KEY} characters, not {what}")
 
 
-def check_allow_pickle(given: object) -> bool:
-    """Return ``given`` if it is a bool: text that means no would be true.
+def check_bools(**given: object) -> None:
+    """Check arguments, by name, that are either True or False: text that means no would be true.
 
     Raises:
-        ConfigurationError: it is something else.
+        ConfigurationError: one is something else.
     """
-    if not isinstance(given, bool):
-        raise ConfigurationError(f"allow_pickle is a bool, or None, not {given!r}")
-    return given
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise ConfigurationError(f"{name} is a bool, not {value!r}")
 
 
 def check_version(version: int | None, *, rewind: object = False) -> int:
@@ -46,10 +46,9 @@ def check_version(version: int | None, *, rewind: object = False) -> int:
     Raises:
         ConfigurationError: it is not a valid version, or is missing from a put that goes back.
     """
-    if rewind is not False and (rewind is not True or version is None):
-        if rewind is True:
-            raise ConfigurationError("rewind=True goes back to a version; say which (version=)")
-        raise ConfigurationError(f"rewind is a bool, not {rewind!r}")
+    check_bools(rewind=rewind)
+    if rewind and version is None:
+        raise ConfigurationError("rewind=True goes back to a version; say which (version=)")
     if version is None:
         return 0
     if type(version) is not int or not 0 < version < 1 << 62:

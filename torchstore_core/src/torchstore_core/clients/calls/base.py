@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torchstore_core.clients.calls.arguments import check_allow_pickle, check_timeout
+from torchstore_core.clients.calls.arguments import check_bools, check_timeout
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.session.channel import Channel
 from torchstore_core.clients.session.session import Session
@@ -36,7 +36,10 @@ class ClientBase:
 
     def _pickles(self, wanted: bool | None) -> bool:
         """Whether an operation may pickle; None: what is the default of this client."""
-        return self._allow_pickle if wanted is None else check_allow_pickle(wanted)
+        if wanted is None:
+            return self._allow_pickle
+        check_bools(allow_pickle=wanted)
+        return wanted
 
     def __repr__(self) -> str:
         return f"<Client of store {self._joined.store_name!r} at {self._joined.address}>"

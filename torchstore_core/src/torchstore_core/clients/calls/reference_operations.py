@@ -15,6 +15,7 @@ from torchstore_core.errors import (
     ConfigurationError,
     StoreTimeoutError,
     UnsupportedValueError,
+    VersionGoneError,
 )
 from torchstore_core.reports.refs import RefReport
 from torchstore_core.values import ObjectRef
@@ -80,8 +81,9 @@ class ReferenceOperations(KeyOperations):
             ``refs``.
 
         Raises:
-            ConfigurationError: ``num_returns`` is not between 1 and the number of refs, one of the
-                refs comes twice, or is held in another store.
+            ConfigurationError: ``num_returns`` is not between 1 and the number of refs, or one of
+                the refs comes twice.
+            VersionGoneError: one of them is held in another store.
             UnsupportedValueError: something else than keys and references is given.
             StoreClosedError: the server has ended.
         """
@@ -135,7 +137,7 @@ class ReferenceOperations(KeyOperations):
 
         Raises:
             UnsupportedValueError: something else than references is given.
-            ConfigurationError: one of them is held in another store.
+            VersionGoneError: one of them is held in another store.
         """
         with self._watch("free", timeout) as clock:
             given = _listed(refs)
@@ -201,14 +203,19 @@ def _check_held_here(refs: Iterable[object], session: Session) -> None:
     """Check that no reference is one of another store, where it is held.
 
     Raises:
-        ConfigurationError: one is.
+        VersionGoneError: one is.
     """
     here = session.welcome
     for ref in refs:
         if not isinstance(ref, HeldRef) or ref.ref.incarnation in (0, here.incarnation):
             continue
         if ref.store_name != here.store_name:
-            raise ConfigurationError(
+            raise VersionGoneError(
                 f"{ref!r} belongs to store {ref.store_name!r}, and this is store "
-                f"{here.store_name!r}: ask that store"
+                f"{here.store_name!r}: ask that store",
+                key=ref.key,
+                details={
+                    "incarnation": ref.ref.incarnation,
+                    "current_incarnation": here.incarnation,
+                },
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from torchstore_core.clients.calls.arguments import check_bools
 from torchstore_core.clients.calls.reference_operations import ReferenceOperations
 from torchstore_core.errors import DrainError, StoreTimeoutError, UnsupportedValueError, in_seconds
 from torchstore_core.reports.repairs import DrainReport
@@ -57,6 +58,7 @@ class VolumeOperations(ReferenceOperations):
         ...     report = await ts.drain("lossy-1", timeout=600)
         ...     assert report.done
         """
+        check_bools(undo=undo, wait=wait)
         if type(volume) not in (str, int):
             raise UnsupportedValueError(f"a volume is its id or its index, not {volume!r}")
         with self._watch("drain", timeout) as clock:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
-from torchstore_core.clients.calls.arguments import check_key
+from torchstore_core.clients.calls.arguments import check_bools, check_key
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.packed.packed import TorchStoreStateDict
 from torchstore_core.clients.state_dicts.casting import CastPlan, Casts
@@ -141,8 +141,7 @@ def plan_put(
     for name, number in (("participants", participants), ("keep", keep)):
         if number is not None and (type(number) is not int or not 0 < number < 1 << 31):
             raise ConfigurationError(f"{name} is an int above 0, not {number!r}")
-    if type(partial) is not bool:
-        raise ConfigurationError(f"partial is a bool, not {partial!r}")
+    check_bools(partial=partial)
     if participant is not None and not (
         type(participant) is int or (isinstance(participant, str) and len(participant) <= 256)
     ):
@@ -212,8 +211,9 @@ def plan_put(
         if outside:
             return [], None
         participants = len(ranks) or max([math.prod(mesh) for mesh in places], default=1)
-    if participants == 1 and not partial:
+    if participants == 1 and not partial:  # otherwise, others may have what is missing
         _check_alone(key, sources)
+        casts.check_matched(key)
     name = ""  # a single participant needs no name: every put makes the next version
     if participants > 1:
         name = str(participant) if participant is not None else this_rank()

@@ -10,7 +10,7 @@ import threading
 
 import msgspec
 
-from torchstore_core.clients.calls.arguments import check_allow_pickle
+from torchstore_core.clients.calls.arguments import check_bools
 from torchstore_core.clients.stores import ancestors
 from torchstore_core.errors import ConfigurationError
 
@@ -79,14 +79,15 @@ def forget_what_was_replaced() -> None:
     _replaced.clear()
 
 
-def allows_pickle(given: object = None) -> bool:
+def allows_pickle(given: bool | None = None) -> bool:
     """What ``allow_pickle=`` says; of None, TORCHSTORE_ALLOW_PICKLE, by default 1.
 
     Raises:
         ConfigurationError: it is no bool, or the variable is something else than 0 or 1.
     """
     if given is not None:
-        return check_allow_pickle(given)
+        check_bools(allow_pickle=given)
+        return given
     text = os.environ.get("TORCHSTORE_ALLOW_PICKLE", "1").lower()
     if text not in ("0", "1", "true", "false"):
         raise ConfigurationError(f"TORCHSTORE_ALLOW_PICKLE is 0 or 1, not {text!r}")

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from torchstore_core.clients.calls.arguments import check_timeout
+from torchstore_core.clients.calls.arguments import check_bools, check_timeout
 from torchstore_core.clients.calls.user_warnings import warn
 from torchstore_core.clients.client import Client
 from torchstore_core.clients.stores import ancestors, discovery, environment, lookup, table
@@ -119,8 +119,8 @@ def check(
     for name, number in (("capacity", capacity), ("prefault", prefault)):
         if number is not None and type(number) is not int:
             raise ConfigurationError(f"{name} is a whole number of bytes, not {number!r}")
-    if keeper is not None and type(keeper) is not bool:
-        raise ConfigurationError(f"keeper is a bool, or None, not {keeper!r}")
+    if keeper is not None:
+        check_bools(keeper=keeper)
     if type(volumes) is not int or volumes < 1:
         raise ConfigurationError(f"num_storage_volumes is at least 1, not {volumes!r}")
     if type(store_name) is not str or not store_name:

@@ -20,8 +20,6 @@ from torchstore_core.machine.processes import ProcessWatch
 from torchstore_core.server.keeping.log import Log
 from torchstore_core.server.keeping.recorded import RecordedController
 
-__all__ = ["Compaction"]
-
 log = logging.getLogger(__name__)
 
 # A log is written anew when so much has come behind the state that it begins with: a tenth of a

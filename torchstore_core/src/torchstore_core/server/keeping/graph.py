@@ -20,8 +20,6 @@ from torchstore_core.errors import ProtocolError
 from torchstore_core.server.index.records import Value
 from torchstore_core.values import ValueMeta
 
-__all__ = ["Reader", "Writer"]
-
 _ROOT = "torchstore_core."
 _CHUNK = 1 << 16
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes))

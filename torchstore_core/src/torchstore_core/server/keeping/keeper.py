@@ -31,8 +31,6 @@ from typing import NoReturn
 from torchstore_core.server.keeping.link import Given, KeeperLink
 from torchstore_core.server.serving.listening import raise_descriptor_limit
 
-__all__ = ["Keeper"]
-
 log = logging.getLogger(__name__)
 
 # A server is given up when it has died so often before clients could connect; each half a second

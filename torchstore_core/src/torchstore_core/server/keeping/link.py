@@ -13,7 +13,6 @@ import msgspec
 if TYPE_CHECKING:
     from torchstore_core.server.keeping.log import Log
 
-__all__ = ["Given", "KeeperLink"]
 
 _LARGEST = 1 << 12
 

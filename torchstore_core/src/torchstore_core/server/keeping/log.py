@@ -25,8 +25,6 @@ from torchstore_core.errors import StoreClosedError, StoreFullError
 from torchstore_core.machine.virtual_memory import MADV_POPULATE_WRITE, punch_hole
 from torchstore_core.server.memory.segment import open_memory
 
-__all__ = ["SPARE", "SPARE_OF_STEPS", "Log", "Record", "Records"]
-
 #: So many bytes of a log are kept for what cannot be refused.
 SPARE = 4096
 #: And of these so many for the short records by which the steps of a request end, when the steps

@@ -42,8 +42,6 @@ from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import portable
 from torchstore_core.wire.repeating import number_of
 
-__all__ = ["Opened", "RecordedController"]
-
 # Kinds of records. Their numbers must stay what they are only as long as a store lives.
 _OPEN, _CLOSE, _END, _REQUEST, _ABORT, _ABORT_EARLY, _RELEASE, _RELEASE_EARLY = range(8)
 _VALUES, _STATE, _DUE, _BEGIN, _GREW, _TRIMMED, _SPILLING, _REPAIRING = range(8, 16)

@@ -13,8 +13,6 @@ from torchstore_core.server.index.records import HeldVersion, SessionRecord, Val
 from torchstore_core.server.index.references.holds import READ_REST_S, Holds
 from torchstore_core.wire import messages as m
 
-__all__ = ["HOLDS", "RecordedHolds"]
-
 #: The attributes of holds that are state, besides the catalog's ``held``.
 HOLDS = (
     "_tickets",

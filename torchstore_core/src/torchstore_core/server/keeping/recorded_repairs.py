@@ -22,8 +22,6 @@ from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.repairing.backlog import Backlog, Entry
 from torchstore_core.server.repairing.repairs import Copier, Repairs
 
-__all__ = ["RecordedRepairs"]
-
 _AGAIN_S = 1.0
 
 

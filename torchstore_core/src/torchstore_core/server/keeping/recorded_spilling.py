@@ -27,7 +27,6 @@ from torchstore_core.server.spilling.spilling import Spilling
 if TYPE_CHECKING:
     from torchstore_core.server.spilling.moves import Mover
 
-__all__ = ["RecordedSpilling"]
 
 # How a step of a request has ended.
 _NO, _YES, _DELAYED, _REFUSED = range(4)

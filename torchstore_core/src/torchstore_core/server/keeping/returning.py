@@ -22,8 +22,6 @@ from torchstore_core.server.serving.holding import is_holder
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.repeating import number_of
 
-__all__ = ["Returning"]
-
 log = logging.getLogger(__name__)
 
 

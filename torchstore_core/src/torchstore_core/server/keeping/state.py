@@ -15,8 +15,6 @@ from torchstore_core.server.keeping.recorded_holds import HOLDS
 from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.server.memory.volume_record import VolumeRecord
 
-__all__ = ["CATALOG", "StateReader", "written"]
-
 #: The attributes of a catalog that are state, besides the newest versions and the timelines.
 CATALOG = ("histories", "held", "keys_to_settle", "_deleted", "_version_floor")
 

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from torchstore_core.machine.processes import ProcessWatch, pid_namespace
 from torchstore_core.wire import messages as m
 
-__all__ = ["ProcessWatches"]
-
 
 class ProcessWatches:
     """Reports when processes have ended. Everything here runs on one event loop.

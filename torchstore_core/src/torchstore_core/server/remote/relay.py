@@ -24,8 +24,6 @@ from torchstore_core.server.serving.frames import ClientSocket
 from torchstore_core.server.serving.listening import Listener, speaking
 from torchstore_core.wire import messages as m
 
-__all__ = ["Relay"]
-
 log = logging.getLogger(__name__)
 
 # A relay gives up after this fraction of ``expire_s``, which must be before the server does.

@@ -27,9 +27,6 @@ from torchstore_core.machine.processes import Process
 from torchstore_core.machine.topology import Topology
 from torchstore_core.wire import messages as m
 
-__all__ = ["EXPIRE_S", "Converse", "Conversing", "RelayReplies", "RelayReply", "RelayRequest"]
-__all__ += ["RelayRequests", "RelayServer"]
-
 log = logging.getLogger(__name__)
 
 #: After this many seconds of silence a relay is taken for dead. A cable that was pulled for 5 s is

@@ -15,8 +15,6 @@ except ImportError:  # not compiled for this platform
     _native_checksum = zlib.crc32
 _checksum: Callable[[memoryview], int] = _native_checksum
 
-__all__ = ["checksum"]
-
 
 def checksum(data: memoryview) -> int:
     """Return the checksum of a contiguous buffer. The interpreter's lock is released meanwhile.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["Delayed", "RoomQueue"]
-
 
 class Delayed(Exception):
     """The request has changed nothing. It is to be handled again when ``retry`` is called.

@@ -22,8 +22,6 @@ from torchstore_core.machine.virtual_memory import (
     unmap,
 )
 
-__all__ = ["KEPT", "MappedSegment"]
-
 log = logging.getLogger(__name__)
 
 #: Of a segment of at most this many bytes, what was mapped stays in the page tables until the

@@ -19,8 +19,6 @@ from torchstore_core.server.spilling.policy import Residency, State, Tracked
 from torchstore_core.server.spilling.spill_file import DamagedError, SpillFile, spanned, write_all
 from torchstore_core.server.spilling.workers import Workers
 
-__all__ = ["Mover"]
-
 log = logging.getLogger(__name__)
 
 _PAGE = 4096

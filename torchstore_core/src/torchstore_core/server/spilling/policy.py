@@ -29,8 +29,6 @@ from torchstore_core.server.memory.allocator import rounded
 if TYPE_CHECKING:
     from torchstore_core.server.spilling.spill_file import Extent
 
-__all__ = ["Residency", "State", "Ticket", "Tracked"]
-
 
 class State(enum.IntEnum):
     """Where a tracked value is; see the table above."""

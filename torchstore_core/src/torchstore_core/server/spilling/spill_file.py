@@ -27,8 +27,6 @@ from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.server.spilling.checksums import checksum
 from torchstore_core.server.spilling.mapped import MappedSegment
 
-__all__ = ["DamagedError", "Extent", "SpillFile", "spanned", "write_all"]
-
 log = logging.getLogger(__name__)
 
 _PAGE = 4096

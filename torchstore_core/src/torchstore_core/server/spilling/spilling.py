@@ -24,7 +24,6 @@ from torchstore_core.wire import messages as m
 if TYPE_CHECKING:
     from torchstore_core.server.spilling.moves import Mover
 
-__all__ = ["Spilling"]
 
 # Writing begins when less than the first part of the capacity is free or can be freed at once,
 # and goes on until it is the second.

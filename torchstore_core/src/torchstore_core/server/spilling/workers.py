@@ -9,8 +9,6 @@ import queue
 import threading
 from collections.abc import Callable
 
-__all__ = ["Workers"]
-
 log = logging.getLogger(__name__)
 
 _Job = Callable[[], Callable[[], None]]
