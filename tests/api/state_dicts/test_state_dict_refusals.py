@@ -110,19 +110,3 @@ async def test_bools_are_bools(shared, k, wrong):
             await call()
     assert not mine["w"].any()
     assert (await ts.stat(k)).version == 1
-
-
-async def test_patterns_that_match_nothing(shared, k):
-    """Unless other participants, or the version before, may have what they are for."""
-    value = {"layer": {"w": torch.ones(3)}, "ids": torch.arange(3)}
-    casts = {"layers.*": torch.bfloat16, "head": None}
-    with pytest.raises(
-        ts.ConfigurationError, match=r"no entry of .* matches .*'layers\.\*', 'head'"
-    ):
-        await ts.put_state_dict(value, k, transfer_dtype=casts)
-    assert not await ts.exists(k)
-    for which in ("layer.*", "ids"):
-        await ts.put_state_dict(value, k, transfer_dtype={**casts, which: torch.bfloat16})
-    await ts.put_state_dict(value, k, transfer_dtype={})
-    await ts.put_state_dict(value, k, transfer_dtype=casts, partial=True)
-    await ts.put_state_dict(value, f"{k}2", transfer_dtype=casts, participants=2, participant=0)

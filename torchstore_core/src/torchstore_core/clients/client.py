@@ -454,8 +454,7 @@ class Client(VolumeOperations):
                 RANK.
             transfer_dtype: store floating-point entries in this dtype; or a dict of name patterns
                 (``fnmatch``; the match with the most literal characters wins) to dtype or None
-                (unchanged). The cast is part of the copy. If this is all of the state dict, some
-                entry has to match.
+                (unchanged). The cast is part of the copy.
             partial: entries that are not given are taken from the previous version, and share its
                 memory.
             keep: how many versions stay readable; None: as many as before, initially one.

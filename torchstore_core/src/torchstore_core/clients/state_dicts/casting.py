@@ -21,7 +21,6 @@ class CastPlan:
     def __init__(self, wanted: Casts) -> None:
         self._all: torch.dtype | None = None
         self._patterns: list[tuple[str, torch.dtype | None]] = []
-        self._matched = False
         if isinstance(wanted, torch.dtype):
             self._all = _floating(wanted)
         elif isinstance(wanted, Mapping):
@@ -40,18 +39,8 @@ class CastPlan:
         """The dtype to store an entry in; None: its own dtype."""
         for pattern, dtype in self._patterns:
             if fnmatchcase(name, pattern):
-                self._matched = True
                 return dtype
         return self._all
-
-    def check_matched(self, key: str) -> None:
-        """Raise ConfigurationError if there are patterns, and no entry has matched one of them."""
-        if self._patterns and not self._matched:
-            patterns = ", ".join(repr(pattern) for pattern, _ in self._patterns)
-            raise ConfigurationError(
-                f"no entry of {key!r} matches a pattern of transfer_dtype, {patterns}; the names "
-                "of nested entries are joined with dots, and '*' matches any text"
-            )
 
 
 def _floating(dtype: object) -> torch.dtype:

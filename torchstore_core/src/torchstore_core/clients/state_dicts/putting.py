@@ -211,9 +211,8 @@ def plan_put(
         if outside:
             return [], None
         participants = len(ranks) or max([math.prod(mesh) for mesh in places], default=1)
-    if participants == 1 and not partial:  # otherwise, others may have what is missing
+    if participants == 1 and not partial:
         _check_alone(key, sources)
-        casts.check_matched(key)
     name = ""  # a single participant needs no name: every put makes the next version
     if participants > 1:
         name = str(participant) if participant is not None else this_rank()
