@@ -9,7 +9,6 @@ import subprocess
 import sys
 
 import pytest
-from tests.processes import run_script
 
 from torchstore_core.machine.processes import ProcessWatch
 
@@ -77,20 +76,6 @@ async def test_a_pid_that_is_no_parent_any_more_has_ended() -> None:
     watch = ProcessWatch(os.getpid(), ended.set, is_parent=True)
     await asyncio.wait_for(ended.wait(), 30)
     watch.close()
-
-
-async def test_kernels_that_are_registered_late_are_there_for_those_who_need_them() -> None:
-    """Torch in processes of tests: see ``tests/interpreters``."""
-    output = await run_script("""
-        print("torch._meta_registrations" in sys.modules)
-        print(torch.rand(2, generator=torch.Generator().manual_seed(1)).numel())
-        from torch.distributed.tensor import DTensor
-        from torch._subclasses.fake_tensor import FakeTensorMode
-        with FakeTensorMode():
-            print(*torch.nn.functional.embedding(torch.ones(2).long(), torch.ones(3, 4)).shape)
-        print(torch._meta_registrations is sys.modules["torch._meta_registrations"])
-        """)
-    assert output.split() == ["False", "2", "2", "4", "True"]
 
 
 def _line(fd: int) -> bytes:
