@@ -217,10 +217,13 @@ class Script:
         self._files = contextlib.ExitStack()
         self._out = self._files.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
         self._err = self._files.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
-        if fresh or wrapper:
-            self._process: _Fresh | _Forked = _Fresh(source, self._out, self._err, wrapper)
-        else:
-            self._process = _Forked(source, self._out, self._err)
+        # Opened again: whoever reads them meanwhile must not move the place where it writes.
+        paths = [f"/proc/self/fd/{file.fileno()}" for file in (self._out, self._err)]
+        with open(paths[0], "a") as out, open(paths[1], "a") as err:
+            if fresh or wrapper:
+                self._process: _Fresh | _Forked = _Fresh(source, out, err, wrapper)
+            else:
+                self._process = _Forked(source, out, err)
 
     def __enter__(self) -> Script:
         return self

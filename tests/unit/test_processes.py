@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.processes import Script
 
 from torchstore_core.machine.processes import ProcessWatch
 
@@ -82,3 +83,13 @@ def _line(fd: int) -> bytes:
     ready, _, _ = select.select([fd], [], [], 60)
     assert ready, "nothing was said"
     return os.read(fd, 100)
+
+
+def test_reading_what_a_script_prints_moves_nothing_of_it() -> None:
+    """Its file is read while it writes, by tests that wait for what it says."""
+    with Script("for n in range(30_000):\n    print(n, flush=True)") as script:
+        while script._process.wait(0) is None:
+            script._out.seek(0)
+            script._out.read(1)
+        script._out.seek(0)
+        assert script._out.read() == "".join(f"{n}\n" for n in range(30_000))
