@@ -29,6 +29,7 @@ from torchstore_snapshot.background import process
 from torchstore_snapshot.background.batches import batches
 from torchstore_snapshot.background.staging import PREFIX
 from torchstore_snapshot.ranks import Ranks
+from torchstore_snapshot.storage.gathering import SHORT_STEP
 from torchstore_snapshot.taking.take import TakeOptions, prepare
 
 
@@ -97,6 +98,23 @@ def test_the_program_comes_before_the_writer(tmp_path: Path) -> None:
     # The kernel may divide processors between sessions; priorities count within one.
     assert os.getsid(pid) == os.getsid(0)
     assert os.getpgid(pid) != os.getpgid(0)  # Ctrl-C in a terminal is for the program's group
+
+
+def test_the_writer_gives_the_kernel_little_at_a_time(tmp_path: Path) -> None:
+    """A kernel that is not preempted keeps a processor from the program for as long as a write."""
+    Snapshot.async_take(tmp_path / "first", {"m": state(1)}, fsync=False).wait(60)
+    before = _writes(process.the_writer().pid)
+    own = state(2, numel=4 << 20)
+    Snapshot.async_take(tmp_path / "s", {"m": own}, fsync=False).wait(60)
+    nbytes = sum(t.nbytes for t in own.values() if isinstance(t, torch.Tensor))
+    assert nbytes > 256 * SHORT_STEP
+    assert _writes(process.the_writer().pid) - before >= nbytes // SHORT_STEP
+
+
+def _writes(pid: int) -> int:
+    """How often a process has called the kernel to write."""
+    lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    return next(int(line.partition(": ")[2]) for line in lines if line.startswith("syscw"))
 
 
 def listens(pid: int, thread: str) -> bool:

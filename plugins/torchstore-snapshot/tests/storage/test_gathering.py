@@ -15,7 +15,15 @@ import torch
 from torchstore_snapshot import Snapshot, StateDict
 from torchstore_snapshot.format.hashes import BLOCK
 from torchstore_snapshot.restoring.restore import Verify
-from torchstore_snapshot.storage.gathering import STEP, Block, Gathered, Run, blocks_of, tail
+from torchstore_snapshot.storage.gathering import (
+    SHORT_STEP,
+    STEP,
+    Block,
+    Gathered,
+    Run,
+    blocks_of,
+    tail,
+)
 from torchstore_snapshot.storage.local import LocalWriter
 from torchstore_snapshot.threads import interleaved, run_tasks
 
@@ -38,19 +46,20 @@ class Requests(LocalWriter):
         super().write_parts(offset, parts)
 
 
-def test_requests_end_at_multiples_wherever_tensors_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [STEP, SHORT_STEP])
+def test_requests_end_at_multiples_wherever_tensors_do(tmp_path: Path, size: int) -> None:
     path = tmp_path / "file"
     sizes = [4096, 5 * MIB + 64, 3, *[1000] * 1500, 9 * MIB + 2, 0, 2 * MIB - 1, 4 * MIB]
     data = [memoryview(random.Random(i).randbytes(size)) for i, size in enumerate(sizes)]
     writer = Requests(str(path), sum(sizes))
-    gathered = Gathered(writer, 0)
+    gathered = Gathered(writer, 0, size)
     for each in data:
         for step in gathered.steps(each):
             gathered.add(step)
     gathered.flush()
     writer.close(durable=False)
     assert path.read_bytes() == b"".join(data)
-    assert [start for start, _ in writer.requests] == [*range(0, sum(sizes), STEP)]
+    assert [start for start, _ in writer.requests] == [*range(0, sum(sizes), size)]
 
 
 @pytest.mark.parametrize("offset", [0, 4096, 1 * MIB + 8, 2 * MIB - 1])

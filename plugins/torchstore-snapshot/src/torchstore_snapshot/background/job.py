@@ -28,6 +28,7 @@ from torchstore_snapshot.format.manifest import Entry, ObjectEntry, Piece
 from torchstore_snapshot.format.safetensors_files import Layout
 from torchstore_snapshot.series.claims import Claim, withdraw
 from torchstore_snapshot.storage.base import Storage
+from torchstore_snapshot.storage.gathering import SHORT_STEP
 from torchstore_snapshot.storage.opening import read_manifest
 from torchstore_snapshot.taking.merging import Part
 from torchstore_snapshot.taking.take import TakeOptions
@@ -107,7 +108,12 @@ class WrittenTake:
             self._news = _News(self._connection, begin.job)
         advance = None if self._news is None else self._news.advance
         self._files = OpenFiles(
-            self._storage, files, durable=begin.fsync, threads=begin.threads, advance=advance
+            self._storage,
+            files,
+            durable=begin.fsync,
+            threads=begin.threads,
+            advance=advance,
+            step=SHORT_STEP,
         )
         self._files.begin()
 

@@ -24,8 +24,8 @@ from torchstore_snapshot.errors import SnapshotError
 
 __all__ = ["main"]
 
-# While the program keeps all processors busy, the writer gets a twentieth of them.
-_NICE = 13
+# While the program keeps all processors busy, the writer gets a seventieth of them.
+_NICE = 19
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _BEST_EFFORT_LOWEST = 2 << 13 | 7
 

@@ -10,29 +10,33 @@ from typing import Any, NamedTuple
 from torchstore_snapshot.format.hashes import BLOCK
 from torchstore_snapshot.storage.base import Gathers, Writer
 
-__all__ = ["STEP", "Block", "Gathered", "Run", "blocks_of", "tail"]
+__all__ = ["SHORT_STEP", "STEP", "Block", "Gathered", "Run", "blocks_of", "tail"]
 
 #: Bytes that are hashed and then written at a time: what was hashed is still in the cache when it
 #: is written. Writes end at multiples of this in the file, so that the page cache gets huge pages,
 #: which are cheaper to write and, above all, to map later.
 STEP = 2 << 20
+#: The same for who writes while a program goes on: a kernel that is not preempted lets nobody else
+#: have the processor until what it was given at a time is in the page cache.
+SHORT_STEP = 128 << 10
 
 
 class Gathered:
     """Buffers that are written to a file, from ``start`` on, as soon as they reach a multiple of
-    :data:`STEP`.
+    ``size``, which divides :data:`STEP`.
     """
 
-    def __init__(self, writer: Writer, start: int) -> None:
+    def __init__(self, writer: Writer, start: int, size: int = STEP) -> None:
         self._writer = writer
         self._start = start
+        self._size = size
         self._nbytes = 0
         self._parts: list[memoryview] = []
 
     def steps(self, data: memoryview) -> Iterator[memoryview]:
         """Return the parts that ``data`` is to be added in. Each ends at a multiple, or with it."""
         while data.nbytes:
-            step = data[: STEP - (self._start + self._nbytes) % STEP]
+            step = data[: self._size - (self._start + self._nbytes) % self._size]
             yield step
             data = data[step.nbytes :]
 
@@ -40,7 +44,7 @@ class Gathered:
         """Add one of :meth:`steps`. Its memory must stay as it is until everything is written."""
         self._parts.append(step)
         self._nbytes += step.nbytes
-        if not (self._start + self._nbytes) % STEP:
+        if not (self._start + self._nbytes) % self._size:
             self.flush()
 
     def flush(self) -> None:

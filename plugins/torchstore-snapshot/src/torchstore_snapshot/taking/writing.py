@@ -16,7 +16,7 @@ from torchstore_snapshot.format.safetensors_files import Layout
 from torchstore_snapshot.progress import Advance
 from torchstore_snapshot.stopping import check
 from torchstore_snapshot.storage.base import Storage, Writer
-from torchstore_snapshot.storage.gathering import Block, Gathered, Run, blocks_of
+from torchstore_snapshot.storage.gathering import STEP, Block, Gathered, Run, blocks_of
 from torchstore_snapshot.taking.collecting import Item, LocalPiece
 from torchstore_snapshot.taking.planning import PlannedFile, Unit
 from torchstore_snapshot.taking.strided import bytes_of, write_strided
@@ -81,6 +81,7 @@ class OpenFiles:
         durable: flush the files, so that they would survive a power failure.
         threads: how many threads write; None: the number of copy threads.
         advance: told how many bytes were written.
+        step: bytes that are written at a time, see :class:`.Gathered`.
     """
 
     def __init__(
@@ -91,8 +92,10 @@ class OpenFiles:
         durable: bool,
         threads: int | None = None,
         advance: Advance | None = None,
+        step: int = STEP,
     ) -> None:
         self._advance = advance
+        self._step = step
         self._storage = storage
         self._files = [_File(name, layout) for name, layout in files]
         self._durable = durable
@@ -221,7 +224,7 @@ class OpenFiles:
     def _write(self, file: _File, run: Run) -> None:
         if file.writer is None or not (run.before or run.blocks):
             return
-        gathered = Gathered(file.writer, run.start)
+        gathered = Gathered(file.writer, run.start, self._step)
         for part in run.before:
             for step in gathered.steps(part):
                 gathered.add(step)
