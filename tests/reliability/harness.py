@@ -154,6 +154,18 @@ async def settled(expected: Account, timeout: float = 1.0) -> None:
         raise AssertionError(f"after {timeout} s {seen[-1]}, expected {expected}") from None
 
 
+async def used_at_rest() -> int:
+    """The bytes in use once nothing is being written and what was read has been let go."""
+    seen: list[Account] = []
+
+    async def at_rest() -> bool:
+        seen.append(await account())
+        return not seen[-1].leased and not seen[-1].unfinished
+
+    await until(at_rest, 5)
+    return seen[-1].used
+
+
 def fds(pid: int | str = "self") -> int:
     """Open file descriptors of a process."""
     return len(os.listdir(f"/proc/{pid}/fd"))

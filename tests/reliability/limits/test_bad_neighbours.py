@@ -22,6 +22,7 @@ from tests.reliability.harness import (
     is_running,
     rss,
     settled,
+    used_at_rest,
 )
 from tests.support import halt, running_store, until
 
@@ -75,6 +76,8 @@ async def work_of_others() -> None:
 async def test_a_client_that_never_reads_its_replies():
     async with running_store() as client:
         await ts.put("small", bytes(SMALL))
+        await work_of_others()
+        used = await used_at_rest()
         server = (await ts.status()).controller_pid
         before = rss(server)
         with await greeted(client.address) as stuck:
@@ -98,7 +101,7 @@ async def test_a_client_that_never_reads_its_replies():
                     answers += 1
             await flood(stuck)
         await work_of_others()
-        await settled(Account(1, (await account()).used))
+        await settled(Account(1, used))
 
 
 async def test_a_stuck_client_that_holds_a_lease_and_goes():

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from tests.reliability import children
-from tests.reliability.harness import MB, Account, Child, account, kill, settled
+from tests.reliability.harness import MB, Account, Child, account, kill, settled, used_at_rest
 from tests.reliability.loops.test_cancellation import Way, cancel, give_up, leave, moments
 from tests.reliability.loops.test_loops import LOOPS, NewLoop, open_fds
 from tests.reliability.loops.test_steady import stays_flat
@@ -77,7 +77,7 @@ async def test_a_publish_that_is_interrupted_is_seen_whole_or_not_at_all(
         assert number in ((current, numbers) if version is None else (numbers,))
         current = number
         make()
-    used = (await account()).used
+    used = await used_at_rest()
     await publish()
     await settled(Account(1, used))
     assert not await pending()
