@@ -5,11 +5,14 @@ The extension is optional: without a compiler the install succeeds and the Pytho
 
 from setuptools import Extension, setup
 
+_NAMES = ("module", "guarding", "hashing", "transfer", "turns")
+
 setup(
     ext_modules=[
         Extension(
             "torchstore_core._native",
-            sources=[f"native/{name}.c" for name in ("module", "guarding", "hashing", "transfer")],
+            sources=[f"native/{name}.c" for name in _NAMES],
+            depends=["native/turns.h"],
             extra_compile_args=["-O2"],
             optional=True,
         )

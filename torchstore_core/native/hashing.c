@@ -17,6 +17,8 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#include "turns.h"
+
 /* Ranges of which one after the other has a turn. */
 #define LANES 2
 #define STRIPE 64
@@ -150,6 +152,7 @@ AVX2 static void hash_all(const Run *runs, Py_ssize_t count) {
                                primes[3],  0x85ebca77, primes[4], PRIME32};
     Lane lanes[LANES];
     Py_ssize_t next = 0;
+    size_t since = 0;
     int busy = 0;
     for (;;) {
         for (; busy < LANES && next < count; busy++, next++)
@@ -160,6 +163,7 @@ AVX2 static void hash_all(const Run *runs, Py_ssize_t count) {
             if (lane->run.nbytes - lane->at > STRIPES * STRIPE) {
                 char *to = lane->run.to == NULL ? NULL : lane->run.to + lane->at;
                 __m256i sums[2] = {lane->sums[0], lane->sums[1]};
+                size_t begun = lane->at;
                 int left = to == NULL ? TURN : 1;
                 do {
                     add_some(sums, to, lane->run.from + lane->at, STRIPES);
@@ -169,6 +173,7 @@ AVX2 static void hash_all(const Run *runs, Py_ssize_t count) {
                 lane->sums[0] = sums[0];
                 lane->sums[1] = sums[1];
                 at++;
+                take_turns_after(lane->at - begun, &since);
             } else {
                 finish(lane);
                 *lane = lanes[--busy];

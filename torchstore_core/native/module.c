@@ -19,6 +19,8 @@
 #include <immintrin.h>
 #endif
 
+#include "turns.h"
+
 #define STREAM_MIN 16384
 
 #if defined(__x86_64__)
@@ -43,27 +45,43 @@ __attribute__((target("avx2"))) static inline void stream_wide_line(char *to, co
     _mm256_stream_si256((__m256i *)(to + 32), b);
 }
 
-/* Copies one line after the other, and prefetches what follows them at ``next``, if that is known;
- * returns how many bytes those lines have. */
+/* Copies one line after the other, and prefetches what follows them at ``next``, if that is known. */
 #define STREAM_LINES(name, stream)                                                                 \
-    static size_t name(char *dst, const char *src, size_t n, const char *next) {                   \
-        n &= ~(size_t)63;                                                                          \
+    static void name(char *dst, const char *src, size_t n, const char *next) {                     \
         size_t last = n > AHEAD ? n - AHEAD : 0;                                                   \
         for (size_t at = 0; at < n; at += 64) {                                                    \
             if (at < last) _mm_prefetch(src + at + AHEAD, _MM_HINT_NTA);                           \
             else if (next != NULL) _mm_prefetch(next + (at - last), _MM_HINT_NTA);                 \
             stream(dst + at, src + at);                                                            \
         }                                                                                          \
-        return n;                                                                                  \
     }
 STREAM_LINES(stream_narrow_lines, stream_line)
 __attribute__((target("avx2"))) STREAM_LINES(stream_wide_lines, stream_wide_line)
 
+/* The same for all whole lines of ``n`` bytes; returns how many bytes those have. */
 static size_t stream_lines(char *dst, const char *src, size_t n, const char *next) {
-    if (__builtin_cpu_supports("avx2")) return stream_wide_lines(dst, src, n, next);
-    return stream_narrow_lines(dst, src, n, next);
+    size_t done = 0;
+    n &= ~(size_t)63;
+    while (done < n) {
+        size_t some = n - done < STEP ? n - done : STEP;
+        const char *after = done + some < n ? src + done + some : next;
+        if (__builtin_cpu_supports("avx2")) stream_wide_lines(dst + done, src + done, some, after);
+        else stream_narrow_lines(dst + done, src + done, some, after);
+        if (some == STEP) torchstore_take_turns();
+        done += some;
+    }
+    return n;
 }
 #endif
+
+/* Through the cache. */
+static void copy_plain(char *dst, const char *src, size_t n) {
+    for (; n > STEP; dst += STEP, src += STEP, n -= STEP) {
+        memcpy(dst, src, STEP);
+        torchstore_take_turns();
+    }
+    memcpy(dst, src, n);
+}
 
 /* ``next``: what is copied after it, or NULL. */
 static void copy_stream(char *dst, const char *src, size_t n, const char *next) {
@@ -76,7 +94,7 @@ static void copy_stream(char *dst, const char *src, size_t n, const char *next) 
         _mm_sfence();
     }
 #endif
-    memcpy(dst, src, n);
+    copy_plain(dst, src, n);
 }
 
 typedef struct {
@@ -86,11 +104,13 @@ typedef struct {
 } Piece;
 
 static void copy_all(const Piece *pieces, Py_ssize_t count, int stream) {
+    size_t since = 0;
     Py_BEGIN_ALLOW_THREADS
     for (Py_ssize_t at = 0; at < count; at++) {
         const char *next = at + 1 < count ? pieces[at + 1].src : NULL;
+        take_turns_after(pieces[at].nbytes % STEP, &since);
         if (stream) copy_stream(pieces[at].dst, pieces[at].src, pieces[at].nbytes, next);
-        else memcpy(pieces[at].dst, pieces[at].src, pieces[at].nbytes);
+        else copy_plain(pieces[at].dst, pieces[at].src, pieces[at].nbytes);
     }
     Py_END_ALLOW_THREADS
 }
@@ -196,12 +216,13 @@ static void stream_rows(char *dst, const char *src, size_t n, int rows, ptrdiff_
 #if defined(__x86_64__)
 /* Copies one row after the other. */
 static void stream_each(char *dst, const char *src, size_t n, size_t rows, ptrdiff_t dst_step,
-                        ptrdiff_t src_step) {
+                        ptrdiff_t src_step, size_t *since) {
     for (; rows > 0; rows--, dst += dst_step, src += src_step) {
         size_t head = (size_t)(-(uintptr_t)dst) & 63;
         memcpy(dst, src, head);
         size_t done = head + stream_lines(dst + head, src + head, n - head, src + src_step);
         memcpy(dst + done, src + done, n - done);
+        take_turns_after(n % STEP, since);
     }
 }
 
@@ -223,24 +244,28 @@ static int rows_look_same(const char *dst, const char *src, ptrdiff_t dst_step, 
 #endif
 
 static void copy_grid(char *dst, const char *src, size_t n, size_t rows,
-                      ptrdiff_t dst_step, ptrdiff_t src_step, int stream) {
+                      ptrdiff_t dst_step, ptrdiff_t src_step, int stream, size_t *since) {
 #if defined(__x86_64__)
     if (stream && n >= 256) {
         /* Taking turns pays where rows are shorter than what is prefetched. */
         if (n >= AHEAD || rows_look_same(dst, src, dst_step, src_step)) {
-            stream_each(dst, src, n, rows, dst_step, src_step);
+            stream_each(dst, src, n, rows, dst_step, src_step, since);
             rows = 0;
         }
         while (rows > 0) {
             int some = rows < TOGETHER ? (int)rows : TOGETHER;
             stream_rows(dst, src, n, some, dst_step, src_step);
+            take_turns_after((size_t)some * n, since);
             dst += some * dst_step; src += some * src_step; rows -= (size_t)some;
         }
         _mm_sfence();
         return;
     }
 #endif
-    for (; rows > 0; rows--, dst += dst_step, src += src_step) memcpy(dst, src, n);
+    for (; rows > 0; rows--, dst += dst_step, src += src_step) {
+        copy_plain(dst, src, n);
+        take_turns_after(n % STEP, since);
+    }
 }
 
 /* copy_rows(grids, stream): an int64 buffer of (dst, src, nbytes, rows, dst step, src step). */
@@ -254,11 +279,12 @@ static PyObject *copy_rows(PyObject *self, PyObject *args) {
         PyErr_SetString(PyExc_ValueError, "grids: length is not a multiple of 48 bytes");
         return NULL;
     }
+    size_t since = 0;
     Py_BEGIN_ALLOW_THREADS
     const int64_t *grid = (const int64_t *)view.buf;
     for (Py_ssize_t i = view.len / (Py_ssize_t)(6 * sizeof(int64_t)); i > 0; i--, grid += 6)
         copy_grid((char *)(uintptr_t)grid[0], (const char *)(uintptr_t)grid[1], (size_t)grid[2],
-                  (size_t)grid[3], (ptrdiff_t)grid[4], (ptrdiff_t)grid[5], stream);
+                  (size_t)grid[3], (ptrdiff_t)grid[4], (ptrdiff_t)grid[5], stream, &since);
     Py_END_ALLOW_THREADS
     PyBuffer_Release(&view);
     Py_RETURN_NONE;
@@ -610,17 +636,22 @@ __attribute__((target("avx2"))) static size_t sum_blocks_avx2(uint64_t *acc, con
 static uint64_t sum_bytes(const char *from, size_t nbytes) {
     uint64_t acc[SUM_LANES], total = nbytes * 0x9e3779b185ebca87ULL;
     char last[SUM_STRIPE] = {0};
-    size_t left = nbytes;
+    size_t left = nbytes, since = 0;
     memcpy(acc, sum_keys, sizeof acc);
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx2")) {
-        size_t done = sum_blocks_avx2(acc, from, nbytes);
-        from += done; left -= done;
+        size_t done;
+        do {
+            done = sum_blocks_avx2(acc, from, left < STEP ? left : STEP);
+            from += done; left -= done;
+            torchstore_take_turns();
+        } while (done == STEP);
     }
 #endif
     while (left >= SUM_STRIPE) {
         size_t stripes = left / SUM_STRIPE < SUM_STRIPES ? left / SUM_STRIPE : SUM_STRIPES;
         sum_block(acc, from, stripes);
+        take_turns_after(stripes * SUM_STRIPE, &since);
         from += stripes * SUM_STRIPE;
         left -= stripes * SUM_STRIPE;
     }

@@ -10,10 +10,10 @@ import pytest
 
 from torchstore_core.machine import copying
 
-__all__ = ["needs_native"]
+__all__ = ["COMPILER", "needs_native"]
 
-_COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-_CAN_BE_BUILT = bool(_COMPILER) and Path(sysconfig.get_path("include"), "Python.h").exists()
+COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+_CAN_BE_BUILT = bool(COMPILER) and Path(sysconfig.get_path("include"), "Python.h").exists()
 
 #: It is optional where it cannot be built; where it can, a build that failed is a failure.
 needs_native = pytest.mark.skipif(
