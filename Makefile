@@ -13,7 +13,7 @@ DISTS := torchstore_core torchstore_transports torchstore_strategies \
 	plugins/torchstore-rdma plugins/torchstore-snapshot
 SETUP_INPUTS := Makefile constraints.txt requirements-dev.txt requirements-model.txt \
 	$(addsuffix /pyproject.toml,$(DISTS)) \
-	torchstore_core/setup.py $(wildcard torchstore_core/native/*.c)
+	torchstore_core/setup.py $(wildcard torchstore_core/native/*.[ch])
 
 # Extra arguments: make test PYTEST_ARGS="-k boxes -x" TEST_PROCESSES=0, make bench BENCH_ARGS="--quick"
 PYTEST_ARGS ?=
