@@ -54,6 +54,10 @@ async def put_until_refused() -> dict[str, bytes]:
                 there[key] = value
     assert why == "File too large"
     assert len(there) > 100
+    with pytest.raises(ts.StoreFullError):  # nor has the shortest request that can be refused room
+        while True:
+            with pytest.raises(ts.KeyNotFoundError):
+                await ts.delete("x")
     return there
 
 
