@@ -48,6 +48,6 @@ async def test_readers_see_whole_versions_in_order():
                 and len(status.sessions) == 1
             )
 
-        await until(one_version_left, 2)
+        await until(one_version_left, 10)
     finally:
         await ts.shutdown()
