@@ -257,6 +257,7 @@ async def test_how_fast_large_batches_were_decides_how_many_streams_the_next_has
 
 
 async def test_nothing_is_open_without_clients_and_nothing_is_left() -> None:
+    await until(lambda: not threads())  # of the test before
     before = sockets()
     async with volume() as there:
         assert sockets() == before

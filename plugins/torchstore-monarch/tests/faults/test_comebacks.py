@@ -155,8 +155,8 @@ async def _under_load(job: Job, kills: int, seed: int) -> None:
     await until(lambda: job.root(_idle), 30)
     await job.root(_delete_all)
     await until(lambda: job.root(_empty), 30)  # references on their way have their grace
-    assert len(os.listdir(f"/proc/{after.controller_pid}/fd")) < 60
-    assert len(os.listdir(f"/proc/{after.keeper_pid}/fd")) < 30
+    await until(lambda: len(os.listdir(f"/proc/{after.controller_pid}/fd")) < 60)
+    await until(lambda: len(os.listdir(f"/proc/{after.keeper_pid}/fd")) < 30)
 
 
 async def _idle() -> bool:
