@@ -28,6 +28,7 @@ __all__ = [
     "SMALL",
     "bits",
     "disk_of",
+    "ends_within",
     "free_port",
     "halt",
     "load_all",
@@ -106,6 +107,16 @@ async def halt(pid: int) -> None:
         return [file.read_text().rpartition(")")[2].split()[0] for file in files]
 
     await until(lambda: set(states()) == {"T"})
+
+
+async def ends_within(work: asyncio.Future[Any], seconds: float) -> bool:
+    """Whether something ends before a timer that begins now: where the machine is too busy for
+    either, both are late.
+    """
+    timer = asyncio.ensure_future(asyncio.sleep(seconds))
+    await asyncio.wait([work, timer], return_when=asyncio.FIRST_COMPLETED)
+    timer.cancel()
+    return work.done()
 
 
 async def turn() -> None:

@@ -325,8 +325,8 @@ def alone(rank: int, world: int = 2) -> ts.SPMDEnv:
 
 
 async def test_a_rank_that_does_not_come_is_named() -> None:
-    with pytest.raises(ts.StoreTimeoutError, match=r"ranks 1, 2 of 3 did not come.* 3 s") as caught:
-        await ts.initialize_spmd(env=alone(0, 3), **{**SMALL, "timeout": 3})
+    with pytest.raises(ts.StoreTimeoutError, match=r"ranks 1, 2 of 3 did not come.* 8 s") as caught:
+        await ts.initialize_spmd(env=alone(0, 3), **{**SMALL, "timeout": 8})
     assert caught.value.details["missing_ranks"] == [1, 2]
     with pytest.raises(ts.StoreClosedError):
         await ts.keys()
