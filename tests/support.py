@@ -77,10 +77,17 @@ async def until(predicate: Callable[[], Awaitable[Any] | Any], timeout: float = 
 def children(pid: int | None = None) -> set[int]:
     """The processes that a process (None: this one) has started and not waited for."""
     found: set[int] = set()
-    for task in Path(f"/proc/{pid or os.getpid()}/task").iterdir():
+    for task in _tasks(pid or os.getpid()):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread just ended
             found |= set(map(int, (task / "children").read_text().split()))
     return found
+
+
+def _tasks(pid: int) -> list[Path]:
+    """The folders of the threads of a process; none if it has just ended."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return list(Path(f"/proc/{pid}/task").iterdir())
+    return []
 
 
 def commands(name: bytes, pids: Iterable[int]) -> set[int]:
@@ -102,11 +109,14 @@ async def halt(pid: int) -> None:
     """Stop a process (SIGSTOP), and wait until none of its threads runs any more."""
     os.kill(pid, signal.SIGSTOP)
 
-    def states() -> list[str]:
-        files = Path(f"/proc/{pid}/task").glob("*/stat")
-        return [file.read_text().rpartition(")")[2].split()[0] for file in files]
+    def states() -> set[str]:
+        found: set[str] = set()
+        for task in _tasks(pid):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it just ended
+                found.add((task / "stat").read_text().rpartition(")")[2].split()[0])
+        return found
 
-    await until(lambda: set(states()) == {"T"})
+    await until(lambda: states() == {"T"})
 
 
 async def ends_within(work: asyncio.Future[Any], seconds: float) -> bool:
