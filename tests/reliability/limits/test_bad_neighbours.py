@@ -143,7 +143,7 @@ async def test_clients_that_say_nothing():
             await ts.put("a", torch.full((4,), 3))
             with Child(children.hold, client.address, ["a"]) as newcomer:
                 assert await newcomer.said() == [3]
-        await until(lambda: fds(server) <= before)
+        await until(lambda: fds(server) <= before, 20)
 
 
 async def test_a_client_that_is_stopped():
