@@ -53,7 +53,7 @@ SMALL: dict[str, Any] = {"capacity": 256 << 20, "prefault": 0}
 RUNTIMES = ("local", "spmd", "monarch")
 
 
-async def until(predicate: Callable[[], Awaitable[Any] | Any], timeout: float = 5.0) -> Any:
+async def until(predicate: Callable[[], Awaitable[Any] | Any], timeout: float = 20.0) -> Any:
     """Poll until ``predicate()`` (sync or async) is true, and return what it gave. One that takes
     long is asked less often: what is waited for needs the processor, too.
 

@@ -147,7 +147,7 @@ async def used_at_rest() -> int:
         seen.append(await account())
         return not seen[-1].leased and not seen[-1].unfinished
 
-    await until(at_rest, 5)
+    await until(at_rest)
     return seen[-1].used
 
 

@@ -269,7 +269,7 @@ def test_a_put_that_has_ended_keeps_no_loop():
         return loops[0]() is None
 
     in_thread(work)
-    asyncio.run(until(gone, 5))  # a copy thread has its last job for a moment longer
+    asyncio.run(until(gone))  # a copy thread has its last job for a moment longer
     assert handles[0].done()
     assert asyncio.run(_awaited(handles[0])) == ts.ObjectRef("kept", 1)
 
