@@ -135,6 +135,7 @@ async def _advance(job: Job) -> None:
 
 
 async def _under_load(job: Job, kills: int, seed: int) -> None:
+    print(f"{seed=}")
     chance = random.Random(seed)
     before = await job.root(acts.status)
     working = [asyncio.ensure_future(job.at(n, _work, n, seed, timeout=600)) for n in (0, 1)]
@@ -149,7 +150,7 @@ async def _under_load(job: Job, kills: int, seed: int) -> None:
         await job.at(n, _stop)
     counts = [await work for work in working]
     assert all(calls > kills for calls, _ in counts), (seed, counts)
-    print(f"seed {seed}: {kills} kills, {counts}")
+    print(f"{kills} kills, {counts}")
     after = await job.root(acts.status)
     assert [v.pid for v in after.volumes] == [v.pid for v in before.volumes]
     await until(lambda: job.root(_idle), 30)
