@@ -6,7 +6,9 @@ import asyncio
 import gc
 import itertools
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -27,6 +29,10 @@ _APART = {"gloo", "rdma", "torchcomms", "torchcomms-rdma"}
 _APART &= {point.name for point in entry_points(group="torchstore.transports")}
 if _APART:
     os.environ["TORCHSTORE_BLOCK"] = ",".join(sorted(_APART))
+# Nor is what runs beside these tests, where some ask all servers of the user what they are. (Not
+# where the user has temporary files: a socket's path is short.)
+_RUNTIME_DIRECTORY = tempfile.mkdtemp(prefix="ts-", dir="/tmp")
+os.environ["XDG_RUNTIME_DIR"] = _RUNTIME_DIRECTORY
 for _name in ("COLUMNS", "LINES"):  # of a terminal, or of what runs the tests
     os.environ.pop(_name, None)
 
@@ -186,6 +192,10 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(_RUNTIME_DIRECTORY, ignore_errors=True)
 
 
 @pytest.hookimpl(trylast=True)

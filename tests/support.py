@@ -28,6 +28,7 @@ __all__ = [
     "SMALL",
     "bits",
     "disk_of",
+    "ends_within",
     "free_port",
     "halt",
     "load_all",
@@ -52,7 +53,7 @@ SMALL: dict[str, Any] = {"capacity": 256 << 20, "prefault": 0}
 RUNTIMES = ("local", "spmd", "monarch")
 
 
-async def until(predicate: Callable[[], Awaitable[Any] | Any], timeout: float = 5.0) -> Any:
+async def until(predicate: Callable[[], Awaitable[Any] | Any], timeout: float = 20.0) -> Any:
     """Poll until ``predicate()`` (sync or async) is true, and return what it gave. One that takes
     long is asked less often: what is waited for needs the processor, too.
 
@@ -76,10 +77,17 @@ async def until(predicate: Callable[[], Awaitable[Any] | Any], timeout: float = 
 def children(pid: int | None = None) -> set[int]:
     """The processes that a process (None: this one) has started and not waited for."""
     found: set[int] = set()
-    for task in Path(f"/proc/{pid or os.getpid()}/task").iterdir():
+    for task in _tasks(pid or os.getpid()):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread just ended
             found |= set(map(int, (task / "children").read_text().split()))
     return found
+
+
+def _tasks(pid: int) -> list[Path]:
+    """The folders of the threads of a process; none if it has just ended."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return list(Path(f"/proc/{pid}/task").iterdir())
+    return []
 
 
 def commands(name: bytes, pids: Iterable[int]) -> set[int]:
@@ -101,11 +109,24 @@ async def halt(pid: int) -> None:
     """Stop a process (SIGSTOP), and wait until none of its threads runs any more."""
     os.kill(pid, signal.SIGSTOP)
 
-    def states() -> list[str]:
-        files = Path(f"/proc/{pid}/task").glob("*/stat")
-        return [file.read_text().rpartition(")")[2].split()[0] for file in files]
+    def states() -> set[str]:
+        found: set[str] = set()
+        for task in _tasks(pid):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it just ended
+                found.add((task / "stat").read_text().rpartition(")")[2].split()[0])
+        return found
 
-    await until(lambda: set(states()) == {"T"})
+    await until(lambda: states() == {"T"})
+
+
+async def ends_within(work: asyncio.Future[Any], seconds: float) -> bool:
+    """Whether something ends before a timer that begins now: where the machine is too busy for
+    either, both are late.
+    """
+    timer = asyncio.ensure_future(asyncio.sleep(seconds))
+    await asyncio.wait([work, timer], return_when=asyncio.FIRST_COMPLETED)
+    timer.cancel()
+    return work.done()
 
 
 async def turn() -> None:

@@ -45,7 +45,7 @@ def parent_of(pid: int) -> int:
 def is_there(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 
@@ -154,5 +154,5 @@ async def test_a_server_that_dies_again_and_again_is_given_up(directory: Path) -
 def _children(pid: int) -> list[int]:
     try:
         return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return []

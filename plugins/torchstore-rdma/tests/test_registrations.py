@@ -150,8 +150,8 @@ async def test_clients_that_come_and_go_leave_nothing_behind(tmp_path: Path) -> 
         theirs, ours = volume.descriptors(), len(os.listdir("/proc/self/fd"))
         for at in range(5):
             await round_trip(b"%d" % at)
-        await until(lambda: volume.descriptors() <= theirs, 5)
-        await until(lambda: len(os.listdir("/proc/self/fd")) <= ours, 5)
+        await until(lambda: volume.descriptors() <= theirs)
+        await until(lambda: len(os.listdir("/proc/self/fd")) <= ours)
 
 
 async def test_links_of_one_client_that_were_closed_end_with_its_next_one(tmp_path: Path) -> None:
@@ -162,4 +162,4 @@ async def test_links_of_one_client_that_were_closed_end_with_its_next_one(tmp_pa
         few = volume.descriptors()
         for _ in range(5):
             (await volume.link()).close()
-        await until(lambda: volume.descriptors() <= few, 5)
+        await until(lambda: volume.descriptors() <= few)

@@ -228,7 +228,7 @@ async def test_a_program_that_is_killed_commits_nothing(tmp_path: Path) -> None:
 def zombie(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return True
 
 

@@ -159,13 +159,14 @@ async def cannot_start() -> None:
         open_to_all = Path(folder) / "torchstore"
         open_to_all.mkdir()
         open_to_all.chmod(0o777)
+        before = os.environ["XDG_RUNTIME_DIR"]
         if RANK == 0:
             os.environ["XDG_RUNTIME_DIR"] = folder
         try:
             await ts.initialize_spmd(**SMALL)
         except ts.TorchStoreError as error:
             say("error", code=error.code, message=str(error))
-    os.environ.pop("XDG_RUNTIME_DIR", None)
+    os.environ["XDG_RUNTIME_DIR"] = before
     await told()
     await ts.initialize_spmd(**SMALL)  # and the next one can
     await exchange()

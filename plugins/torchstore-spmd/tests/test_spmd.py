@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tests.processes import Program, run_script
 from tests.support import SMALL, free_port, running_store, server_children, until
@@ -25,7 +26,9 @@ from torch.distributed import TCPStore
 import torchstore_core as ts
 from torchstore_core.contracts.runtime import StoreOptions
 from torchstore_core.runtimes.local import LocalRuntime
+from torchstore_spmd.identity import ProcessIdentity
 from torchstore_spmd.member import Member
+from torchstore_spmd.rendezvous import TCPRendezvous
 
 PROGRAM = str(Path(__file__).with_name("spmd_ranks.py"))
 PATIENCE_S = 90.0
@@ -233,6 +236,21 @@ async def test_a_rank_that_is_given_twice_is_refused_by_all() -> None:
     assert all("rank 1 is there already" in error["message"] for error in errors)
 
 
+async def test_a_twin_does_not_leave_in_the_name_of_the_rank_that_is_there() -> None:
+    """Rank 0, which hosts the rendezvous store, waits until that one has heard why it fails."""
+    env = alone(1, 3)
+    kept = TCPStore("127.0.0.1", env.master_port, is_master=True, wait_for_workers=False)
+    other = ProcessIdentity.of(os.getppid())
+    session = "torchstore/twins/0/session"
+    announced = {"session": "session", "rank_0": other}
+    kept.set("torchstore/twins/0/current", msgspec.json.encode(announced).decode())
+    kept.set(f"{session}/present/1", msgspec.json.encode(other).decode())
+    with pytest.raises(ts.ConfigurationError, match="rank 1 is there already"):
+        await TCPRendezvous.open(env, "twins", 20)
+    assert b"rank 1 is there already" in kept.get(f"{session}/failed")
+    assert not kept.check([f"{session}/closed/1"])
+
+
 @pytest.mark.soak
 async def test_ranks_come_again_to_a_rendezvous_that_stays() -> None:
     """torchrun's agents keep theirs when hosts come and go, and count that as no restart."""
@@ -325,8 +343,8 @@ def alone(rank: int, world: int = 2) -> ts.SPMDEnv:
 
 
 async def test_a_rank_that_does_not_come_is_named() -> None:
-    with pytest.raises(ts.StoreTimeoutError, match=r"ranks 1, 2 of 3 did not come.* 3 s") as caught:
-        await ts.initialize_spmd(env=alone(0, 3), **{**SMALL, "timeout": 3})
+    with pytest.raises(ts.StoreTimeoutError, match=r"ranks 1, 2 of 3 did not come.* 8 s") as caught:
+        await ts.initialize_spmd(env=alone(0, 3), **{**SMALL, "timeout": 8})
     assert caught.value.details["missing_ranks"] == [1, 2]
     with pytest.raises(ts.StoreClosedError):
         await ts.keys()

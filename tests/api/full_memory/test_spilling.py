@@ -255,10 +255,10 @@ async def test_who_waits_too_long_is_told_for_what(spilling):
     held = [await ts.get(f"push{at}") for at in range(2, 5)]
     await ts.put("pinned", value(9, 3 * MB))
     with pytest.raises(ts.StoreTimeoutError, match="memory was full; readers held") as caught:
-        await ts.get("k", timeout=0.3)
+        await ts.get("k", timeout=1.5)
     assert "memory was full" in caught.value.details["waiting_for"]
     with pytest.raises(ts.StoreTimeoutError, match=r"`put`.*full; readers held 12.0 MiB"):
-        await ts.put("other", value(1), timeout=0.3)
+        await ts.put("other", value(1), timeout=1.5)
     del held
     gc.collect()
     assert torch.equal(await ts.get("k"), value(0))

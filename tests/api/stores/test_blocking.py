@@ -314,4 +314,4 @@ def test_a_small_put_costs_little_more_than_an_awaited_one(bare: blocking.Client
     blocking.put("k", value)
     for _ in range(100):
         blocking.put("k", value)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before

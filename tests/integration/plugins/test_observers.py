@@ -261,7 +261,7 @@ async def test_a_commit_that_goes_on_is_told_of_once_when_it_ends(site: Site) ->
         assert told() == [("m", "", version, NBYTES)]
 
         told_before = len(seen())
-        pending = await begun(client, timeout=0.5)
+        pending = await begun(client, timeout=2)
         with pytest.raises(ts.StoreTimeoutError):
             await pending
         assert told() == [("m", "timeout", 0, NBYTES)]

@@ -261,7 +261,7 @@ async def test_what_dead_processes_held_is_free_again(store: ts.Client) -> None:
         child.kill()
         kill(pid)
         await until(lambda: _leased(0))
-        assert (await account()).sessions == 1
+        await until(_alone)
 
 
 async def test_references_are_held_while_there_is_no_server(store: ts.Client) -> None:
@@ -315,8 +315,9 @@ async def test_what_was_read_and_not_handled_is_read_again(store: ts.Client) -> 
         session.holder.write(bytearray().join(lends))
         used_s = sum(process.cpu_times()[:2])
         process.resume()
-        while sum(process.cpu_times()[:2]) < used_s + 0.02:  # it is in the middle of them
-            await asyncio.sleep(0)
+        ends = time.monotonic() + 1  # on a fast machine they may be less work than that
+        while sum(process.cpu_times()[:2]) < used_s + 0.02 and time.monotonic() < ends:
+            await asyncio.sleep(0)  # it is in the middle of them
         kill(process.pid)
         await until(partial(_holders, lent + many + 1), 10)
 
@@ -433,6 +434,7 @@ async def test_mixed_load_while_it_is_killed(
     end there is as much memory, and as many descriptors, as if nothing had happened.
     """
     seed = random.randrange(1 << 30)
+    print(f"{seed=}")
     chance = random.Random(seed)
     monkeypatch.setenv("TORCHSTORE_REF_GRACE", "0.5")
     async with running_store(capacity=1 << 30, timeout=60) as store:
@@ -463,8 +465,7 @@ async def test_mixed_load_while_it_is_killed(
                 child.tell("end")
         await until(_alone)
         pid = await server_pid()
-        assert fds(pid) < 40
-        assert fds(keeper_of(pid)) < 15
+        await until(lambda: fds(pid) < 40 and fds(keeper_of(pid)) < 15)
 
 
 async def _idle() -> bool:

@@ -37,7 +37,7 @@ async def test_draining_goes_on_and_nothing_is_lost() -> None:
         num_storage_volumes=3,
         capacity=192 * MB,
         strategy="hash",
-        repair_bandwidth=16 * MB,
+        repair_bandwidth=8 * MB,
         timeout=60,
     ):
         there = {f"k{at}": value(at) for at in range(60)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import resource
@@ -54,7 +55,16 @@ async def put_until_refused() -> dict[str, bytes]:
                 there[key] = value
     assert why == "File too large"
     assert len(there) > 100
+    with pytest.raises(ts.StoreFullError):
+        await delete_until_refused()
     return there
+
+
+async def delete_until_refused() -> None:
+    """Until there is no room for the shortest request that can be refused."""
+    while True:
+        with contextlib.suppress(ts.KeyNotFoundError):
+            await ts.delete("x")
 
 
 async def check(there: dict[str, bytes]) -> None:

@@ -5,6 +5,7 @@ is left.
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import os
 import re
@@ -35,7 +36,8 @@ from tests.support import halt, named_memory, running_store, until
 
 import torchstore_core as ts
 
-AT_ONCE_S = 1.0
+# Far less than any time-out here, however busy the machine is.
+AT_ONCE_S = 5.0
 SAYS = (
     r"the server of store 'torchstore' .*is gone, and what it had is lost.*by themselves "
     r"when it is started again at that address; `await connect_or_initialize\(\)` starts a new one"
@@ -135,7 +137,7 @@ async def test_nothing_is_left_of_a_killed_server():
     assert not named_memory({*pids, os.getpid()})
     kill(pids.pop())
     await ts.shutdown()
-    assert children_of(os.getpid()) == before
+    assert children_of(os.getpid()) <= before
     assert not directory.exists()
     assert "TORCHSTORE_ADDRESS" not in os.environ
     with pytest.raises(ts.StoreClosedError):
@@ -183,7 +185,7 @@ async def test_a_server_that_comes_back_at_its_address(tmp_path: Path):
     """A member needs no new connect, and keeps nothing of the servers that are gone."""
     config = msgspec.json.encode({"directory": str(tmp_path), "capacity": 64 * MB, "prefault": 0})
     command = [sys.executable, "-P", "-m", "torchstore_core.server", config.decode()]
-    seen: list[tuple[int, int]] = []
+    first: tuple[int, int] = (0, 0)
     for number in range(5):
         with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
             try:
@@ -193,10 +195,21 @@ async def test_a_server_that_comes_back_at_its_address(tmp_path: Path):
                     client = await ts.connect(f"unix:{tmp_path}/control.sock")
                 await client.put("a", torch.full((MB,), number))
                 assert children.uniform(await client.get("a")) == number
-                seen.append((fds(), threading.active_count()))
+                await until(one_reclaimer)  # those of before have closed what was theirs
+                if number == 1:
+                    first = (fds(), threading.active_count())
+                elif number:
+                    await until(functools.partial(no_more_than, *first))
             finally:
                 server.kill()
         with pytest.raises(ts.StoreClosedError):
             await client.get("a")
     await ts.shutdown()
-    assert seen[1:] == [seen[1]] * 4
+
+
+def no_more_than(descriptors: int, threads: int) -> bool:
+    return fds() <= descriptors and threading.active_count() <= threads
+
+
+def one_reclaimer() -> bool:
+    return [thread.name for thread in threading.enumerate()].count("torchstore-reclaimer") == 1

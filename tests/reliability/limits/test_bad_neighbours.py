@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+import statistics
 import time
 
 import pytest
@@ -42,18 +43,24 @@ async def greeted(address: str) -> socket.socket:
     return sock
 
 
-async def flood(sock: socket.socket) -> int:
-    """Send gets until the server takes no more of them; how many were sent, all whole."""
-    frame = encode(m.Locate(7, 7, [m.Want("small")], 1 << 20))
-    loop = asyncio.get_running_loop()
-    sent = 0
+async def flood(sock: socket.socket, client: ts.Client) -> int:
+    """Send gets until the server takes no more of them, however often it answers another client;
+    how many were sent, all whole.
+    """
+    frames = bytes(encode(m.Locate(7, 7, [m.Want("small")], 1 << 20))) * 100
+    sent, rest, answered = 0, frames, 0
     while sent < 1_000_000:
         try:
-            async with asyncio.timeout(0.3):
-                await loop.sock_sendall(sock, bytes(frame) * 100)
-        except TimeoutError:
-            return sent  # the last hundred went out in part, or not at all
-        sent += 100
+            rest = rest[sock.send(rest) :]
+        except BlockingIOError:
+            if answered == 100:
+                return sent  # the last hundred went out in part, or not at all
+            assert not await client.exists("nothing")
+            answered += 1
+            continue
+        answered = 0
+        if not rest:
+            sent, rest = sent + 100, frames
     raise AssertionError("the server reads for ever what it cannot answer")
 
 
@@ -61,7 +68,7 @@ async def work_of_others() -> None:
     """What everybody else does goes on, and fast."""
     value = torch.arange(MB // 8)
     mine = torch.empty_like(value)
-    slowest = 0.0
+    took: list[float] = []
     for number in range(100):
         begun = time.monotonic()
         await ts.put("mine", value)
@@ -69,8 +76,9 @@ async def work_of_others() -> None:
         await ts.get("mine", mine)
         await ts.put("mine too", number)
         await ts.delete("mine too")
-        slowest = max(slowest, time.monotonic() - begun)
-    assert slowest < 1.0
+        took.append(time.monotonic() - begun)
+    assert statistics.median(took) < 0.5
+    assert max(took) < 10
 
 
 async def test_a_client_that_never_reads_its_replies():
@@ -81,7 +89,7 @@ async def test_a_client_that_never_reads_its_replies():
         server = (await ts.status()).controller_pid
         before = rss(server)
         with await greeted(client.address) as stuck:
-            sent = await flood(stuck)
+            sent = await flood(stuck, client)
             assert sent * SMALL > 16 * MB
             # The server neither answers into the void nor keeps the questions.
             assert rss(server) < before + 8 * MB
@@ -99,7 +107,7 @@ async def test_a_client_that_never_reads_its_replies():
                     assert isinstance(reply, m.Located)
                     assert reply.entries[0].nbytes > SMALL
                     answers += 1
-            await flood(stuck)
+            await flood(stuck, client)
         await work_of_others()
         await settled(Account(1, used))
 
@@ -110,7 +118,7 @@ async def test_a_stuck_client_that_holds_a_lease_and_goes():
         used = (await account()).used
         with await greeted(client.address) as stuck:
             stuck.send(encode(m.Locate(2, 2, [m.Want("large")], 0)))
-            await flood(stuck)
+            await flood(stuck, client)
             await ts.delete("large")
             assert await account() == Account(2, used, 4 * MB)
         await settled(Account(1, used - 4 * MB))
@@ -135,7 +143,7 @@ async def test_clients_that_say_nothing():
             await ts.put("a", torch.full((4,), 3))
             with Child(children.hold, client.address, ["a"]) as newcomer:
                 assert await newcomer.said() == [3]
-        await until(lambda: fds(server) <= before)
+        await until(lambda: fds(server) <= before, 20)
 
 
 async def test_a_client_that_is_stopped():
@@ -158,14 +166,14 @@ async def test_the_server_ends_while_a_client_does_not_read(end: str):
         try:
             await client.put("small", bytes(SMALL))
             with await greeted(address) as stuck:
-                await flood(stuck)
+                await flood(stuck, client)
                 if end == "shutdown":
                     owner.tell("shut down")
                     assert await owner.said() == "shut down"
                     assert not is_running(server)
                 else:
                     owner.kill()
-                    await until(lambda: not is_running(server), 1.0)
+                    await until(lambda: not is_running(server), 10)
                 assert not directory_of(address).exists()
         finally:
             await ts.shutdown("theirs")

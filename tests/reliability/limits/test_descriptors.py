@@ -196,6 +196,11 @@ async def test_memory_that_is_handed_over_too_late_is_not_lost_for_the_session(
         resource.prlimit(scarce.process.pid, resource.RLIMIT_NOFILE, before)
 
 
+async def sessions_have_ended() -> None:
+    """Those of this process, the descriptors of which their reclaimers close in the end."""
+    await until(lambda: not [t for t in threading.enumerate() if t.name == "torchstore-reclaimer"])
+
+
 def free_numbers(count: int) -> list[int]:
     """The descriptors that this process gets next."""
     fds = [os.open(os.devnull, os.O_RDONLY) for _ in range(count)]
@@ -211,7 +216,7 @@ async def test_a_client_without_descriptors_says_so_and_tries_again(
     """A session takes three; the next is the socket for the hand-over, then comes the memory."""
     async with joined(scarce.address):  # whatever is imported or opened once
         pass
-    await until(lambda: not [t for t in threading.enumerate() if t.name == "torchstore-reclaimer"])
+    await sessions_have_ended()
     none_left = "no file descriptor left"
     with descriptors_left(left) as limit, pytest.warns(RuntimeWarning, match=none_left) as warned:
         client = await ts.connect(scarce.address, store_name="scarce", timeout=5.0, block=["tcp"])
@@ -249,6 +254,7 @@ async def test_no_descriptor_for_a_connection_or_for_a_store(scarce: ScarceServe
             await client.get("any")
         assert caught.value.details["descriptor_limit"] == limit
         await client.put("any", 1)
+    await sessions_have_ended()
     none_left = "no file descriptor left for the list of installed plug-ins"
     with descriptors_left(0), pytest.raises(ts.TransportNotReadyError, match=none_left):
         await ts.initialize(store_name="no-descriptors")

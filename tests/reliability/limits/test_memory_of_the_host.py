@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -9,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support import until
 
 from torchstore_core.machine.topology import left_below, memory_left_bytes
 from torchstore_core.server.memory.allocator import Allocator
@@ -77,7 +80,14 @@ def group() -> Iterator[Path]:
         (group / limit).write_text(str(LIMIT))
         yield group
     finally:
+        asyncio.run(until(lambda: _removed(group), 20))
+
+
+def _removed(group: Path) -> bool:
+    """Remove a group, unless a process of it is still ending."""
+    with contextlib.suppress(OSError):
         group.rmdir()
+    return not group.exists()
 
 
 def shell_in(group: Path) -> list[str]:

@@ -398,6 +398,7 @@ async def hold_version(pipe: Connection, address: str, version: int) -> None:
     """Hold all of one version; for every message, say which publish it is."""
     await ts.connect(address)
     held = await ts.get_state_dict(KEY, version=version)
+    await ts.exists(KEY)  # the server has been told by then what was copied, and is not held
     while True:
         pipe.send(check("state dict", held))
         await told(pipe)

@@ -8,7 +8,7 @@ import os
 import time
 
 import pytest
-from tests.support import until
+from tests.support import ends_within, until
 from tests.transports.tcp.halves import MB, PEER, Local, linked, threads
 from tests.transports.tcp.proxy import Proxy
 
@@ -36,7 +36,7 @@ async def test_a_long_delay_costs_no_round_trip_a_unit() -> None:
             link._reads.choose = lambda nbytes: 1  # type: ignore[method-assign]
             began = time.monotonic()
             await link.read([target.copy(nbytes=32 * MB)])
-            assert time.monotonic() - began < 2.5
+            assert time.monotonic() - began < 4  # what four of them would take one by one
 
 
 @pytest.mark.parametrize("streams", [1, 4])
@@ -141,10 +141,8 @@ async def test_a_cancelled_read_ends_at_once(stalled: bool) -> None:
             if stalled:
                 proxy.open.clear()
             reading.cancel()
-            began = time.monotonic()
-            with pytest.raises(asyncio.CancelledError):
-                await reading
-            assert time.monotonic() - began < 0.5
+            assert await ends_within(reading, 0.5)
+            assert reading.cancelled()
             local.buffer.raw = bytes(200 * MB)
             proxy.open.set()
             assert not link.unsettled
@@ -177,10 +175,8 @@ async def test_a_cancelled_write_settles_if_it_can() -> None:
         writing = asyncio.ensure_future(link.write([local.copy()]))
         await until(lambda: there.memory[0] == ord("w"), 20)
         writing.cancel()
-        began = time.monotonic()
-        with pytest.raises(asyncio.CancelledError):
-            await writing
-        assert time.monotonic() - began < 1.0
+        assert await ends_within(writing, 1.0)
+        assert writing.cancelled()
         if not link.unsettled:
             there.memory[: 400 * MB] = bytes(400 * MB)
             after = Local(5, b"after")
@@ -197,10 +193,8 @@ async def test_a_cancelled_write_that_is_stalled_is_uncertain_until_disconnect()
             await until(lambda: proxy.forwarded["up"] > 20 * MB, 20)
             proxy.open.clear()
             writing.cancel()
-            began = time.monotonic()
-            with pytest.raises(asyncio.CancelledError):
-                await writing
-            assert time.monotonic() - began < 1.0
+            assert await ends_within(writing, 1.0)
+            assert writing.cancelled()
             assert link.unsettled
             await there.server.disconnect(PEER)
             there.memory[:] = bytes(256 * MB)

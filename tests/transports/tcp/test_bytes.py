@@ -257,6 +257,7 @@ async def test_how_fast_large_batches_were_decides_how_many_streams_the_next_has
 
 
 async def test_nothing_is_open_without_clients_and_nothing_is_left() -> None:
+    await until(lambda: not threads())  # of the test before
     before = sockets()
     async with volume() as there:
         assert sockets() == before
@@ -276,13 +277,13 @@ async def test_nothing_is_open_without_clients_and_nothing_is_left() -> None:
         other.close()
         await there.server.disconnect(b"other")
         assert not listening(port)
-        await until(lambda: not threads(), 5)
+        await until(lambda: not threads())
         assert sockets() == before
         # A client may come again.
         link = await there.connect()
         await link.read([local.copy()])
         link.close()
-    await until(lambda: not threads(), 5)
+    await until(lambda: not threads())
     assert sockets() == before
 
 
@@ -294,7 +295,7 @@ async def test_a_link_that_is_dropped_closes_its_connections() -> None:
         await link.write([local.copy()])
         del link
         gc.collect()
-        await until(lambda: not any(name == "torchstore-tcp" for name in threads()), 5)
+        await until(lambda: not any(name == "torchstore-tcp" for name in threads()))
         await there.server.disconnect(PEER)
         assert sockets() == before
 

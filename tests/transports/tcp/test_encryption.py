@@ -80,7 +80,7 @@ async def test_bytes_are_encrypted(
             assert connection.encrypted
             link.close()
             await there.server.disconnect(PEER)
-            await until(lambda: not threads(), 5)
+            await until(lambda: not threads())
 
 
 async def test_a_cancelled_transfer(
@@ -100,7 +100,7 @@ async def test_a_cancelled_transfer(
         await link.read([Copy(local.address, 7, 0, 3)])
         assert local.buffer[:4] == b"rrr\0"
         link.close()
-        await until(lambda: "torchstore-tcp" not in threads(), 5)
+        await until(lambda: "torchstore-tcp" not in threads())
         assert local.buffer[3:] == bytes(200 * MB - 3)
 
 

@@ -77,11 +77,13 @@ class Store:
         return hold
 
     def fill_the_log(self) -> None:
-        """Until nothing that can be refused has room."""
-        for size in (10_000, 100, 1):
+        """Until nothing that can be refused has room: what is left is shorter than any record."""
+        most = max(os.fstat(self.log.fd).st_size, resource.getrlimit(resource.RLIMIT_FSIZE)[0])
+        while (room := most - SPARE - self.log.end) > 30_000:
+            self.put("filler", 10_000)
+        for size in range(room, 0, -1):
             with contextlib.suppress(StoreFullError):
-                while True:
-                    self.put("filler", size)
+                return self.put("filler", size)
 
     def use_the_spare(self) -> None:
         """Until what cannot be refused waits."""

@@ -43,7 +43,8 @@ def test_another_process_of_this_host_has_the_same_host_id() -> None:
     other = msgspec.json.decode(said.stdout, type=Topology)
     here = probe()
     assert other.pid != here.pid
-    assert msgspec.structs.replace(other, pid=here.pid) == here
+    # Addresses come and go, for instance those of network namespaces.
+    assert msgspec.structs.replace(other, pid=here.pid, networks=here.networks) == here
 
 
 def test_the_pid_is_asked_for_each_time() -> None:

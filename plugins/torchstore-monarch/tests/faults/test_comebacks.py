@@ -135,6 +135,7 @@ async def _advance(job: Job) -> None:
 
 
 async def _under_load(job: Job, kills: int, seed: int) -> None:
+    print(f"{seed=}")
     chance = random.Random(seed)
     before = await job.root(acts.status)
     working = [asyncio.ensure_future(job.at(n, _work, n, seed, timeout=600)) for n in (0, 1)]
@@ -149,14 +150,14 @@ async def _under_load(job: Job, kills: int, seed: int) -> None:
         await job.at(n, _stop)
     counts = [await work for work in working]
     assert all(calls > kills for calls, _ in counts), (seed, counts)
-    print(f"seed {seed}: {kills} kills, {counts}")
+    print(f"{kills} kills, {counts}")
     after = await job.root(acts.status)
     assert [v.pid for v in after.volumes] == [v.pid for v in before.volumes]
     await until(lambda: job.root(_idle), 30)
     await job.root(_delete_all)
     await until(lambda: job.root(_empty), 30)  # references on their way have their grace
-    assert len(os.listdir(f"/proc/{after.controller_pid}/fd")) < 60
-    assert len(os.listdir(f"/proc/{after.keeper_pid}/fd")) < 30
+    await until(lambda: len(os.listdir(f"/proc/{after.controller_pid}/fd")) < 60)
+    await until(lambda: len(os.listdir(f"/proc/{after.keeper_pid}/fd")) < 30)
 
 
 async def _idle() -> bool:

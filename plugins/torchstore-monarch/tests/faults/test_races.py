@@ -332,7 +332,7 @@ async def test_what_does_not_end_is_killed() -> None:
         begun = time.monotonic()
         await job.root(acts.shutdown, "race")
         assert time.monotonic() - begun < 14
-        await until(lambda: not (stuck | {v.pid for v in status.volumes}) & running(), 5)
+        await until(lambda: not (stuck | {v.pid for v in status.volumes}) & running())
         assert await job.root(acts.get, "k", "innocent") == 1
         await job.at(0, acts.initialize, RACE)
         await job.at(1, acts.put, "k", 2, "race")

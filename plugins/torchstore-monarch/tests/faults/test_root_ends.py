@@ -82,7 +82,7 @@ async def test_a_store_in_the_users_processes_ends_without_them() -> None:
             await job.at(1, acts.put_ones, "k", 1 << 20)
             assert await job.at(0, acts.get_shape, "k") == ((1 << 20,), [1])
             await job.root(acts.shutdown)
-            await until(lambda: job.processes() == before)
+            await until(lambda: job.processes() <= before)
             assert job.directories() == []
             for worker in (0, 1):
                 await until(lambda worker=worker: _has_no_maps(job, worker))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.processes import Script
-from tests.support import until
+from tests.support import children, until
 
 from torchstore_snapshot import Snapshot
 from torchstore_snapshot.background.batches import ranges_of
@@ -48,7 +47,7 @@ def used(pid: int) -> int:
     count once however many processes map them.
     """
     total = 0
-    for each in [pid, *children(pid)]:
+    for each in [pid, *descendants(pid)]:
         try:
             with open(f"/proc/{each}/status", encoding="ascii") as file:
                 total += sum(
@@ -62,7 +61,7 @@ def used(pid: int) -> int:
 def segments(pid: int) -> dict[int, int]:
     """The bytes that the segments of a process and its children occupy."""
     found: dict[int, int] = {}
-    for each in [pid, *children(pid)]:
+    for each in [pid, *descendants(pid)]:
         try:
             for number in os.listdir(f"/proc/{each}/fd"):
                 path = f"/proc/{each}/fd/{number}"
@@ -74,15 +73,10 @@ def segments(pid: int) -> dict[int, int]:
     return found
 
 
-def children(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
     found: list[int] = []
-    for task in os.listdir(f"/proc/{pid}/task"):
-        with (
-            contextlib.suppress(FileNotFoundError, ProcessLookupError),  # it has just ended
-            open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file,
-        ):
-            for child in map(int, file.read().split()):
-                found += [child, *children(child)]
+    for child in children(pid):
+        found += [child, *descendants(child)]
     return found
 
 

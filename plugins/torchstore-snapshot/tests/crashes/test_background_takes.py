@@ -11,6 +11,7 @@ import queue
 import random
 import signal
 import socket
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,13 @@ from typing import Any
 import pytest
 import torch
 from tests.processes import Script
-from tests.support import SMALL, until
+from tests.support import SMALL, halt, until
 
 import torchstore_core as ts
 from torchstore_snapshot import Snapshot, StateDict, gc
 from torchstore_snapshot.api.stateful import AppState
 from torchstore_snapshot.background import messages as m
+from torchstore_snapshot.background.job import STORE
 from torchstore_snapshot.background.staging import PREFIX, begin_message
 from torchstore_snapshot.background.writer import _Program, _serve
 from torchstore_snapshot.format.paths import MANIFEST
@@ -234,10 +236,7 @@ writer = process.the_writer().pid
 os.kill(writer, signal.SIGSTOP)
 Snapshot.async_take({path!r}, {{"m": StateDict(w=torch.ones(1000))}})
 print(writer, flush=True)
-if {victim!r} == "program":
-    os.kill(os.getpid(), signal.SIGKILL)
-os.kill(writer, signal.SIGKILL)
-await asyncio.sleep(60)
+await asyncio.Event().wait()
 """
 
 
@@ -247,14 +246,15 @@ async def test_nothing_stays_in_a_store_that_outlives_the_program(
 ) -> None:
     client = await ts.initialize(**SMALL)
     try:
-        body = _STAGES.format(address=client.address, path=str(tmp_path / "s"), victim=victim)
+        body = _STAGES.format(address=client.address, path=str(tmp_path / "s"))
         with Script(body) as script:
             await until(lambda: script._out.seek(0) or "\n" in script._out.read(), 60)
             script._out.seek(0)
             writer = int(script._out.read())
+            assert await ts.keys(PREFIX)
+            os.kill({"program": script.pid, "writer": writer}[victim], signal.SIGKILL)
             if victim == "program":
                 await until(lambda: script._process.wait(0.005) is not None, 60)
-                assert await ts.keys(PREFIX)
                 os.kill(writer, signal.SIGCONT)
 
             async def empty() -> bool:
@@ -262,4 +262,40 @@ async def test_nothing_stays_in_a_store_that_outlives_the_program(
 
             await until(empty, 30)
     finally:
+        await ts.shutdown()
+
+
+def _waits(thread: threading.Thread) -> bool:
+    """Whether a thread waits for the answer to a call."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and frame.f_code.co_name != "select":
+        frame = frame.f_back
+    return frame is not None
+
+
+async def test_a_program_that_ends_while_the_writer_takes_a_batch_out_of_the_store() -> None:
+    """The writer ends behind it, but not before the batch is gone."""
+    client = await ts.initialize(**SMALL)
+    try:
+        await client.put_state_dict({"0": torch.ones(9)}, "batch")
+        program, batch = _Program(), m.Batch(1, client.address, "batch", [m.Chunk(0, 0, 0)])
+        program.note(batch)
+        await ts.connect(client.address, store_name=STORE)
+        pid = (await ts.status()).controller_pid
+        await halt(pid)
+        try:
+            released = threading.Thread(target=program.release, args=[batch])
+            buried = threading.Thread(target=program.bury)
+            released.start()
+            await until(lambda: _waits(released), 30)
+            buried.start()
+            await until(lambda: _waits(buried) or not buried.is_alive(), 30)
+            assert buried.is_alive()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await asyncio.to_thread(buried.join)
+        assert not await ts.keys()
+        await asyncio.to_thread(released.join)
+    finally:
+        await ts.shutdown(STORE)
         await ts.shutdown()

@@ -107,7 +107,8 @@ class TCPRendezvous(Rendezvous):
         try:
             await made._claim_place()
         except ConfigurationError as error:
-            await made.fail(error)
+            with contextlib.suppress(TorchStoreError):
+                await made._tell(error)  # only who has the place closes it: rank 0 waits for that
             raise
         return made
 
@@ -238,6 +239,12 @@ class TCPRendezvous(Rendezvous):
         if self._failing:
             return
         self._failing = True
+        with contextlib.suppress(TorchStoreError):
+            await self._tell(error)
+            await self._close_failed()
+
+    async def _tell(self, error: BaseException) -> None:
+        """Report an error to the other ranks."""
         code, text, details = StoreClosedError.code, f"it gave up: {error!r}", {}
         if isinstance(error, TorchStoreError):
             code, text, details = error.code, str(error), error.details
@@ -248,9 +255,7 @@ class TCPRendezvous(Rendezvous):
             self.store.compare_set(_FAILURE, "", failure.decode())
 
         self._deadline = time.monotonic() + _REPORT_S
-        with contextlib.suppress(TorchStoreError):
-            await self._call(tell)
-            await self._close_failed()
+        await self._call(tell)
 
     # ---- ending ---------------------------------------------------------------------------
 

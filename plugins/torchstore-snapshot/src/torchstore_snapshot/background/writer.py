@@ -65,10 +65,14 @@ class _Program:
                 self.release(batch)
 
     def release(self, batch: m.Batch) -> None:
-        """Take a batch out of the store, if it is still there."""
-        if self._staged.pop(batch.key, None) is not None:
-            with contextlib.suppress(TorchStoreError, OSError):  # the store has ended, too
+        """Take a batch out of the store, if it is still there. It is forgotten only when that has
+        been done: the process may end meanwhile, and does so behind what it knows to be there.
+        """
+        if batch.key in self._staged:
+            # The store has ended, too, or the other thread was sooner.
+            with contextlib.suppress(TorchStoreError, OSError):
                 ts.connect(batch.address, store_name=STORE).delete(batch.key)
+            self._staged.pop(batch.key, None)
 
     def bury(self) -> None:
         """The program has ended. Tell the other ranks of its takes, and take what it staged out of
