@@ -116,6 +116,9 @@ BAD_ARGUMENTS = [
     {"num_storage_volumes": 0},
     {"num_storage_volumes": -1},
     {"store_name": ""},
+    {"store_name": "a\x00"},
+    {"store_name": "\ud800"},
+    {"store_name": "ü" * 101},
     {"capacity": 0},
     {"capacity": -5},
     {"capacity": 4096, "num_storage_volumes": 2},
@@ -126,7 +129,7 @@ BAD_ARGUMENTS = [
 ]
 
 
-@pytest.mark.parametrize("arguments", BAD_ARGUMENTS, ids=str)
+@pytest.mark.parametrize("arguments", BAD_ARGUMENTS, ids=ascii)
 async def test_arguments_that_make_no_sense(arguments):
     with pytest.raises(ts.ConfigurationError):
         await ts.initialize(**{**SMALL, **arguments})

@@ -14,14 +14,15 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def check_key(key: object) -> str:
-    """Return ``key`` if it is a valid key.
+    """Return ``key`` as a plain str, if it is a valid key. (Messages and refs have no other kind,
+    such as the strings of numpy.)
 
     Raises:
         UnsupportedValueError: it is not a str, is empty or too long, or has half a character.
     """
     if isinstance(key, str) and 0 < len(key) <= m.MAX_KEY:
         if key.isascii() or not _SURROGATES.search(key):
-            return key
+            return key if type(key) is str else str.__str__(key)
         raise UnsupportedValueError(
             f"a key is Unicode text, and {key!r} has half a character, a surrogate"
         )
@@ -58,7 +59,7 @@ def check_version(version: int | None, *, rewind: object = False) -> int:
 
 def check_exact(key: str, version: int) -> int:
     """Check an explicit version: to the server, 0 would mean the newest one."""
-    if not isinstance(version, int):
+    if type(version) is not int:
         raise UnsupportedValueError(f"a version is an int, not a {type(version).__qualname__}")
     if not 0 < version < 1 << 63:
         raise VersionGoneError(f"there never was a version {version} of {key!r}", key=key)

@@ -78,7 +78,7 @@ class ValueRequest(msgspec.Struct, frozen=True, gc=False):
             of = what.incarnation, what.timeline
             key = what.key
             if key or not what.incarnation:  # otherwise it is an object without a key
-                check_key(key)
+                key = check_key(key)
             return cls(key, version, tensor, part, *of)
         if isinstance(what, Request):
             version = 0 if what.version is None else check_exact(what.key, what.version)
