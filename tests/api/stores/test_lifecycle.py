@@ -216,6 +216,24 @@ async def test_several_stores_by_name(store):
         assert await ts.keys() == await ts.keys(store_name="b/ü") == ["k"]
 
 
+@pytest.mark.parametrize("name", [None, 3, ["torchstore"], ""], ids=repr)
+async def test_what_is_no_name_of_a_store_is_refused_by_every_call(store, name):
+    for call in (
+        ts.put("k", 1, store_name=name),
+        ts.get("k", store_name=name),
+        ts.keys(store_name=name),
+        ts.connect(store.address, store_name=name),
+        ts.connect_or_initialize(store_name=name),
+        ts.address(name),
+        ts.client(name),
+        ts.reset_client(name),
+        ts.shutdown(name),
+    ):
+        with pytest.raises(ts.ConfigurationError, match="store_name is a non-empty str"):
+            await call
+    assert await ts.keys() == []
+
+
 async def test_children_find_all_stores_by_name():
     async with running_store() as default, running_store(store_name="other"):
         out = await run_script(

@@ -30,6 +30,17 @@ def check_key(key: object) -> str:
     raise UnsupportedValueError(f"a key is a str of 1 to {m.MAX_KEY} characters, not {what}")
 
 
+def check_store_name(name: object) -> str:
+    """Return the name of a store if it can be one.
+
+    Raises:
+        ConfigurationError: it is no str, or is empty.
+    """
+    if isinstance(name, str) and name:
+        return name
+    raise ConfigurationError(f"store_name is a non-empty str, not {name!r}")
+
+
 def check_bools(**given: object) -> None:
     """Check arguments, by name, that are either True or False: text that means no would be true.
 

@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Callable
 
-from torchstore_core.clients.calls.arguments import check_bools, check_timeout
+from torchstore_core.clients.calls.arguments import check_bools, check_store_name, check_timeout
 from torchstore_core.clients.calls.user_warnings import warn
 from torchstore_core.clients.client import Client
 from torchstore_core.clients.stores import ancestors, discovery, environment, lookup, table
@@ -125,8 +125,7 @@ def check(
         check_bools(keeper=keeper)
     if type(volumes) is not int or volumes < 1:
         raise ConfigurationError(f"num_storage_volumes is at least 1, not {volumes!r}")
-    if type(store_name) is not str or not store_name:
-        raise ConfigurationError(f"store_name is a non-empty str, not {store_name!r}")
+    check_store_name(store_name)
     nbytes = len(store_name.encode(errors="replace"))
     if nbytes > _LONGEST_NAME:
         raise ConfigurationError(f"store_name has at most {_LONGEST_NAME} bytes, not {nbytes}")
