@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -214,6 +216,14 @@ async def test_several_stores_by_name(store):
         with pytest.raises(ts.StoreClosedError, match="'a'"):
             await ts.keys(store_name="a")
         assert await ts.keys() == await ts.keys(store_name="b/ü") == ["k"]
+
+
+async def test_a_client_that_is_pickled_says_what_to_pass_instead(store):
+    for pickled in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(ts.UnsupportedValueError, match=f"await connect.'{store.address}'"):
+            pickled(store)
+    with pytest.raises(ts.UnsupportedValueError, match="belongs to its process"):
+        await ts.put("k", [store])
 
 
 @pytest.mark.parametrize("name", [None, 3, ["torchstore"], ""], ids=repr)
