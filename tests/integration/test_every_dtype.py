@@ -98,6 +98,8 @@ async def test_quantized_ones_are_refused_however_they_come(
             await client.put_state_dict({"k": tensor}, "model")
         with pytest.raises(ts.UnsupportedValueError, match=words):
             ts.TorchStoreStateDict.from_state_dict({"k": tensor})
+        with pytest.raises(ts.UnsupportedValueError, match=words):
+            await client.put("k", [tensor])
         await client.put("k", torch.zeros(tensor.shape, dtype=torch.uint8))
         with pytest.raises((ts.LayoutMismatchError, ts.UnsupportedValueError)):
             await client.get("k", tensor)

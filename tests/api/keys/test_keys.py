@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import enum
+
+import numpy
 import pytest
 import torch
 from tests.processes import run_script
 
 import torchstore_core as ts
 
+T = torch.arange(4.0)
 ODD = [
     " ",
     "\x00",
@@ -83,6 +87,49 @@ async def test_keys_that_are_no_unicode_are_a_typed_error(shared):
             await attempt
     assert await ts.keys() == ["k"]
     assert (await ts.status()).volumes[0].unfinished_bytes == 0
+
+
+class Text(str):
+    """As the strings of numpy, or of a parser that notes where it has read them."""
+
+
+class Member(enum.StrEnum):
+    KEY = "member"
+
+
+@pytest.mark.parametrize(
+    "key", [Text("text"), numpy.str_("array"), Member.KEY], ids=["own", "numpy", "enum"]
+)
+async def test_keys_of_a_class_derived_from_str_are_the_same_text(shared, key):
+    plain = str.__str__(key)
+    refs = [
+        await ts.put(key, 1),
+        (await ts.put_batch({key: 2, "other": 2}))[key],
+        (await ts.put_batch({key: T, **{f"of many/{i}": T for i in range(40)}}))[key],
+    ]
+    assert refs == [ts.ObjectRef(plain, version) for version in (1, 2, 3)]
+    hand_made = ts.ObjectRef(key, 3)
+    for what in (key, plain, hand_made, ts.Request(key)):
+        assert torch.equal(await ts.get(what), T)
+    assert torch.equal((await ts.get_batch([key, "other"]))[plain], T)
+    assert await ts.exists(key)
+    assert (await ts.stat(key)).version == 3
+    assert await ts.keys(key) == [plain]
+    assert await ts.versions(key) == [3]
+    assert await ts.latest_version(key) == 3
+    assert await ts.wait(key) == await ts.wait([key]) == {plain: refs[2]}
+    assert await ts.wait_any([key, "missing"]) == ([key], ["missing"])
+    held = [await ts.hold(key), await ts.hold(hand_made)]
+    refs += [ref.ref for ref in held] + [*(await ts.wait(key)).values()]
+    assert await ts.free([hand_made]) == 1
+    await ts.delete(key)
+
+    pending = await ts.put_state_dict({key: T, "n": {key: 1}}, key, blocking=False)
+    refs += [await pending, await ts.put_state_dict({"w": T}, key, participants=1)]
+    refs += [await ts.put(key, ts.TorchStoreStateDict.from_state_dict({"w": T}))]
+    assert torch.equal((await ts.get_state_dict(key, min_version=6))["w"], T)
+    assert {type(ref.key) for ref in refs} == {str}
+    assert await ts.delete_batch([key]) == 1
 
 
 async def test_one_str_is_not_a_list_of_keys(shared):

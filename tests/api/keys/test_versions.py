@@ -92,7 +92,8 @@ async def test_malformed_refs_are_refused_without_harm_to_others(shared, k):
     await ts.put(k, 1)
     waiting = asyncio.create_task(ts.wait("later", timeout=30))
     await turn()
-    for ref in (ts.ObjectRef(k, "1"), ts.ObjectRef(5, 1), ts.ObjectRef("", 1)):
+    malformed = (k, "1"), (k, True), (5, 1), ("", 1)
+    for ref in [ts.ObjectRef(*fields) for fields in malformed]:
         with pytest.raises(ts.UnsupportedValueError):
             await ts.get(ref)
         with pytest.raises(ts.UnsupportedValueError):

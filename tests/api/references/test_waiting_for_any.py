@@ -102,6 +102,9 @@ async def test_what_is_no_list_of_references_is_refused(shared: ts.Client) -> No
         for call in (shared.wait_any, shared.free, shared.wait, shared.delete_batch):
             with pytest.raises(ts.UnsupportedValueError, match="a list of"):
                 await call(one)
+    for one in (["k"], {"k": 1}, 1):  # also what has no hash
+        with pytest.raises(ts.UnsupportedValueError, match="a key is"):
+            await shared.wait_any([one])
     with pytest.raises(ts.UnsupportedValueError, match="a list of keys"):
         await shared.wait(held)  # type: ignore[arg-type]
     for key in ("\ud800", "a/\udfff"):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -116,6 +118,9 @@ BAD_ARGUMENTS = [
     {"num_storage_volumes": 0},
     {"num_storage_volumes": -1},
     {"store_name": ""},
+    {"store_name": "a\x00"},
+    {"store_name": "\ud800"},
+    {"store_name": "ü" * 101},
     {"capacity": 0},
     {"capacity": -5},
     {"capacity": 4096, "num_storage_volumes": 2},
@@ -126,7 +131,7 @@ BAD_ARGUMENTS = [
 ]
 
 
-@pytest.mark.parametrize("arguments", BAD_ARGUMENTS, ids=str)
+@pytest.mark.parametrize("arguments", BAD_ARGUMENTS, ids=ascii)
 async def test_arguments_that_make_no_sense(arguments):
     with pytest.raises(ts.ConfigurationError):
         await ts.initialize(**{**SMALL, **arguments})
@@ -211,6 +216,32 @@ async def test_several_stores_by_name(store):
         with pytest.raises(ts.StoreClosedError, match="'a'"):
             await ts.keys(store_name="a")
         assert await ts.keys() == await ts.keys(store_name="b/ü") == ["k"]
+
+
+async def test_a_client_that_is_pickled_says_what_to_pass_instead(store):
+    for pickled in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(ts.UnsupportedValueError, match=f"await connect.'{store.address}'"):
+            pickled(store)
+    with pytest.raises(ts.UnsupportedValueError, match="belongs to its process"):
+        await ts.put("k", [store])
+
+
+@pytest.mark.parametrize("name", [None, 3, ["torchstore"], ""], ids=repr)
+async def test_what_is_no_name_of_a_store_is_refused_by_every_call(store, name):
+    for call in (
+        ts.put("k", 1, store_name=name),
+        ts.get("k", store_name=name),
+        ts.keys(store_name=name),
+        ts.connect(store.address, store_name=name),
+        ts.connect_or_initialize(store_name=name),
+        ts.address(name),
+        ts.client(name),
+        ts.reset_client(name),
+        ts.shutdown(name),
+    ):
+        with pytest.raises(ts.ConfigurationError, match="store_name is a non-empty str"):
+            await call
+    assert await ts.keys() == []
 
 
 async def test_children_find_all_stores_by_name():

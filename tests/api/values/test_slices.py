@@ -173,6 +173,18 @@ async def test_a_slice_is_a_tensor_slice(shared):
             await ts.get("t", None, wrong)
 
 
+async def test_the_slice_of_a_request_is_checked_and_is_the_only_one(shared):
+    await ts.put("t", torch.arange(4.0))
+    for part in ((0,), "0:2", torch.zeros(2)):
+        with pytest.raises(ts.UnsupportedValueError, match="is a TensorSlice"):
+            await ts.get(ts.Request("t", tensor_slice=part))
+    front, back = (ts.TensorSlice((at,), (2,), (4,)) for at in (0, 2))
+    with pytest.raises(ts.LayoutMismatchError, match="either that or a tensor slice"):
+        await ts.get(ts.Request("t", tensor_slice=front), tensor_slice_spec=back)
+    with pytest.raises(ts.LayoutMismatchError, match="either that or a tensor slice"):
+        await ts.get_batch({ts.Request("t", tensor_slice=front): back})
+
+
 async def test_slices_of_an_old_shape_are_noticed_after_an_overwrite(shared):
     value = _value("small")
     await ts.put("t", value)

@@ -221,6 +221,14 @@ async def test_more_bytes_than_there_are_addresses(shared, expanded, count):
     assert await ts.keys() == []
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+async def test_nested_tensors_are_refused_and_told_what_to_do(shared, layout):
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+    with pytest.raises(ts.UnsupportedValueError, match=r"put its .values\(\) and .offsets\(\)"):
+        await ts.put("r", nested)
+
+
 async def test_only_sparse_tensors_are_called_sparse(shared):
     with pytest.raises(ts.UnsupportedValueError) as e:
         await ts.put("r", torch.ones(3).to_mkldnn())
@@ -265,6 +273,51 @@ async def test_dtensors_of_summands_are_refused_and_told_what_to_do(shared, mesh
     assert torch.equal(await ts.get("d"), torch.ones(4))
     with pytest.raises(ts.UnsupportedValueError, match="says itself which slice"):
         await ts.put("d", tensor, ts.TensorSlice((0,), (4,), (4,)))
+
+
+class _Running(torch.Tensor):
+    """As `AsyncCollectiveTensor`: the result of a collective, there once it was waited for."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def wait(self):
+        return self.inner.fill_(7)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError("still running")
+
+
+@pytest.mark.parametrize("numel", [3, 300_000])
+async def test_the_results_of_running_collectives_are_waited_for(shared, numel):
+    there = torch.full((numel,), 7.0)
+
+    def running():
+        return _Running(torch.zeros(numel))
+
+    await ts.put("alone", running())
+    await ts.put_batch({"of two": running(), "one": 1})
+    await ts.put_state_dict({"w": running(), "l": [running()]}, "s")
+    await ts.put("packed", ts.TorchStoreStateDict.from_state_dict({"w": running()}))
+    await ts.put("shard", ts.TensorShard(running(), ts.TensorSlice((0,), (numel,), (numel,))))
+    for key in ("alone", "of two", "s/w", "s/l.0", "packed/w", "shard"):
+        assert torch.equal(await ts.get(key), there), key
+    await ts.put("object", {"in": [running()]})
+    assert torch.equal((await ts.get("object"))["in"][0].inner, there)
+
+
+async def test_results_of_collectives_of_torch(shared, mesh):
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
+
+    result = all_reduce(torch.arange(4.0), "sum", mesh)
+    assert type(result) is AsyncCollectiveTensor
+    await ts.put("r", result)
+    assert torch.equal(await ts.get("r"), torch.arange(4.0))
 
 
 async def test_a_dispatch_mode_of_the_user_does_not_break_a_put(shared):

@@ -420,7 +420,7 @@ async def shutdown(
     ``timeout`` seconds is killed.
 
     Raises:
-        ConfigurationError: the timeout is invalid.
+        ConfigurationError: the timeout or the name is invalid.
     """
     limit = check_timeout(timeout)
     limit = _STOP_TIMEOUT_S if limit is None else limit
@@ -473,7 +473,7 @@ async def reset_client(store_name: str = DEFAULT_NAME, *, timeout: float | None 
     Does nothing if this process knows no such store.
 
     Raises:
-        ConfigurationError: the timeout is invalid.
+        ConfigurationError: the timeout or the name is invalid.
     """
     check_timeout(timeout)
     store = table.known(store_name)

@@ -124,6 +124,7 @@ class Client(VolumeOperations):
             if tensor_slice_spec is not None:
                 value = TensorShard(value, tensor_slice_spec)
             if isinstance(value, TorchStoreStateDict):
+                key = check_key(key)
                 how = version, rewind, when_full, allow_pickle
                 session, channel, sources, options = await self._plan(key, value, clock, *how)
                 return await _publish(session, channel, key, sources, clock, options)
@@ -259,8 +260,7 @@ class Client(VolumeOperations):
             session, channel = here
             how = PutOptions(exact, None, rewind, code)
             reply = await put_sources(session, channel, sources, nbytes, clock, how)
-            names = keys if counts is None else keys_of(sources)
-            refs = refs_of(names, reply, session.welcome.incarnation)
+            refs = refs_of(keys_of(sources), reply, session.welcome.incarnation)
         if counts is not None:
             each = iter(refs)  # one for each shard
             shards = [[next(each) for _ in range(count)] for count in counts]
@@ -472,6 +472,7 @@ class Client(VolumeOperations):
         """
         with self._watch("put_state_dict", timeout, key) as clock:
             check_bools(blocking=blocking)
+            key = check_key(key)
             how = version, rewind, when_full, allow_pickle
             session, channel, sources, options = await self._plan(
                 key,
@@ -517,7 +518,7 @@ class Client(VolumeOperations):
         pickle_too = self._pickles(allow_pickle)
         sources, group = plan_put(
             state_dict,
-            check_key(key),
+            key,
             anonymous=session.anonymous,
             allow_pickle=pickle_too,
             **how,
@@ -573,7 +574,8 @@ class Client(VolumeOperations):
                 raise ConfigurationError(f"report is a StateDictReport, or None, not {report!r}")
             if exact and min_version is not None and min_version > exact:
                 raise ConfigurationError(f"version {exact} is below min_version {min_version}")
-            wanted = getting.plan_get(check_key(key), user_state_dict)
+            key = check_key(key)
+            wanted = getting.plan_get(key, user_state_dict)
             follows = check_after([key], min_version, after)
             if follows is not None or min_version is not None:
                 await self._wait([key], min_version or 1, clock, follows)

@@ -14,19 +14,31 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def check_key(key: object) -> str:
-    """Return ``key`` if it is a valid key.
+    """Return ``key`` as a plain str, if it is a valid key. (Messages and refs have no other kind,
+    such as the strings of numpy.)
 
     Raises:
         UnsupportedValueError: it is not a str, is empty or too long, or has half a character.
     """
     if isinstance(key, str) and 0 < len(key) <= m.MAX_KEY:
         if key.isascii() or not _SURROGATES.search(key):
-            return key
+            return key if type(key) is str else str.__str__(key)
         raise UnsupportedValueError(
             f"a key is Unicode text, and {key!r} has half a character, a surrogate"
         )
     what = f"{len(key)} characters" if isinstance(key, str) else type(key).__qualname__
     raise UnsupportedValueError(f"a key is a str of 1 to {m.MAX_KEY} characters, not {what}")
+
+
+def check_store_name(name: object) -> str:
+    """Return the name of a store if it can be one.
+
+    Raises:
+        ConfigurationError: it is no str, or is empty.
+    """
+    if isinstance(name, str) and name:
+        return name
+    raise ConfigurationError(f"store_name is a non-empty str, not {name!r}")
 
 
 def check_bools(**given: object) -> None:
@@ -58,7 +70,7 @@ def check_version(version: int | None, *, rewind: object = False) -> int:
 
 def check_exact(key: str, version: int) -> int:
     """Check an explicit version: to the server, 0 would mean the newest one."""
-    if not isinstance(version, int):
+    if type(version) is not int:
         raise UnsupportedValueError(f"a version is an int, not a {type(version).__qualname__}")
     if not 0 < version < 1 << 63:
         raise VersionGoneError(f"there never was a version {version} of {key!r}", key=key)

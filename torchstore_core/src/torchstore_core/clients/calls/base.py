@@ -8,7 +8,7 @@ from torchstore_core.clients.calls.arguments import check_bools, check_timeout
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.session.channel import Channel
 from torchstore_core.clients.session.session import Session
-from torchstore_core.errors import StoreClosedError
+from torchstore_core.errors import StoreClosedError, UnsupportedValueError
 from torchstore_core.wire import messages as m
 
 if TYPE_CHECKING:
@@ -43,6 +43,12 @@ class ClientBase:
 
     def __repr__(self) -> str:
         return f"<Client of store {self._joined.store_name!r} at {self._joined.address}>"
+
+    def __getstate__(self) -> Any:
+        raise UnsupportedValueError(
+            "a Client belongs to its process. A child finds the store by itself; elsewhere, "
+            f"`await connect({self.address!r})`"
+        )
 
     @property
     def address(self) -> str:

@@ -51,7 +51,7 @@ class KeyOperations(ClientBase):
             return await self._delete(clock, _key_list(keys), strict=False)
 
     async def _delete(self, clock: Clock, keys: list[str], *, strict: bool) -> int:
-        _set_keys(clock, keys)
+        keys = _checked(clock, keys)
         if not keys:
             return 0
         session, channel = self._here(clock) or await self._join(clock)
@@ -65,8 +65,7 @@ class KeyOperations(ClientBase):
         False if any part of it is lost. Raises only what every operation may raise.
         """
         with self._watch("exists", timeout, key) as clock:
-            check_key(key)
-            return (await self._call(clock, m.Flags, m.Exists, [key])).flags[0]
+            return (await self._call(clock, m.Flags, m.Exists, [check_key(key)])).flags[0]
 
     async def keys(self, prefix: str | None = None, *, timeout: float | None = None) -> list[str]:
         """Return the keys that start with ``prefix`` (as ``str.startswith``), sorted.
@@ -81,7 +80,8 @@ class KeyOperations(ClientBase):
         with self._watch("keys", timeout) as clock:
             if not (prefix is None or isinstance(prefix, str)):
                 raise UnsupportedValueError(f"a prefix is a str, not a {type(prefix).__qualname__}")
-            return (await self._call(clock, m.KeyList, m.Keys, prefix or "")).keys
+            start = str.__str__(prefix or "")
+            return (await self._call(clock, m.KeyList, m.Keys, start)).keys
 
     async def versions(self, key: str, *, timeout: float | None = None) -> list[int]:
         """Return the versions of a key that can be read, in ascending order; [] if there are none.
@@ -101,7 +101,7 @@ class KeyOperations(ClientBase):
             return clock.version
 
     async def _versions(self, clock: Clock, key: str) -> list[int]:
-        check_key(key)
+        key = check_key(key)
         found = (await self._call(clock, m.Committed, m.Versions, key)).versions
         if self._joined.renewed is not None:
             self._joined.renewed.told([key])
@@ -139,8 +139,7 @@ class KeyOperations(ClientBase):
             ConfigurationError: ``after`` is of another key, or both are given.
         """
         with self._watch("wait", timeout) as clock:
-            names = [keys] if isinstance(keys, str) else _key_list(keys)
-            _set_keys(clock, names)
+            names = _checked(clock, [keys] if isinstance(keys, str) else _key_list(keys))
             check_min_version(min_version)
             clock.version = min_version or 0
             if not names:
@@ -199,9 +198,8 @@ class KeyOperations(ClientBase):
             VersionGoneError: the version cannot be read.
         """
         with self._watch("stat", timeout, key) as clock:
-            check_key(key)
-            number = check_version(version)
-            found = (await self._call(clock, m.StatReply, m.Stat, key, number)).found
+            name, number = check_key(key), check_version(version)
+            found = (await self._call(clock, m.StatReply, m.Stat, name, number)).found
             clock.version = found.version
             return found
 
@@ -235,12 +233,13 @@ class KeyOperations(ClientBase):
             return [_explain(volume, nbytes) for volume in session.volumes]
 
 
-def _set_keys(clock: Clock, keys: list[str]) -> None:
-    """Record the keys of the operation. Raises UnsupportedValueError if one of them is invalid."""
+def _checked(clock: Clock, keys: list[str]) -> list[str]:
+    """Record the keys of the operation and return them, checked. Raises UnsupportedValueError if
+    one of them is invalid.
+    """
     clock.entries = len(keys)
     clock.key = keys[0] if keys else ""
-    for key in keys:
-        check_key(key)
+    return [check_key(key) for key in keys]
 
 
 def _key_list(keys: Iterable[str]) -> list[str]:

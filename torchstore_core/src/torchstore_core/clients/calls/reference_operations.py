@@ -94,11 +94,12 @@ class ReferenceOperations(KeyOperations):
                     f"num_returns is from 1 to the number of refs, {len(wanted)}, not "
                     f"{num_returns!r}"
                 )
+            named = [_named(ref) for ref in wanted]
             if len(set(wanted)) < len(wanted):
                 raise ConfigurationError("wait_any waits for each ref once, and one comes twice")
             if not wanted:
                 return [], []
-            clock.entries, clock.key = len(wanted), _named(wanted[0]).key
+            clock.entries, clock.key = len(wanted), named[0].key
             flags = await self._wait_any(list(wanted), num_returns, clock, timeout is None)
         ready = [at for at, is_ready in enumerate(flags) if is_ready][:num_returns]
         chosen = set(ready)
@@ -177,7 +178,9 @@ def _named(ref: object) -> ObjectRef:
         return ObjectRef(check_key(ref), 0)
     check_exact(ref.key, ref.version)
     if ref.key or not ref.incarnation:  # otherwise it is an object without a key
-        check_key(ref.key)
+        key = check_key(ref.key)
+        if key is not ref.key:
+            return ObjectRef(key, ref.version, ref.incarnation, ref.timeline)
     return ref
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Callable
 
-from torchstore_core.clients.calls.arguments import check_bools, check_timeout
+from torchstore_core.clients.calls.arguments import check_bools, check_store_name, check_timeout
 from torchstore_core.clients.calls.user_warnings import warn
 from torchstore_core.clients.client import Client
 from torchstore_core.clients.stores import ancestors, discovery, environment, lookup, table
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 10.0
 SPMD = "spmd"
 _LONGEST_NAME = 200  # the system's names of memory have 249
+_NOT_IN_A_NAME = re.compile("[\0\ud800-\udfff]")
 
 
 async def start(
@@ -123,11 +125,13 @@ def check(
         check_bools(keeper=keeper)
     if type(volumes) is not int or volumes < 1:
         raise ConfigurationError(f"num_storage_volumes is at least 1, not {volumes!r}")
-    if type(store_name) is not str or not store_name:
-        raise ConfigurationError(f"store_name is a non-empty str, not {store_name!r}")
-    if len(store_name.encode()) > _LONGEST_NAME:
+    check_store_name(store_name)
+    nbytes = len(store_name.encode(errors="replace"))
+    if nbytes > _LONGEST_NAME:
+        raise ConfigurationError(f"store_name has at most {_LONGEST_NAME} bytes, not {nbytes}")
+    if _NOT_IN_A_NAME.search(store_name):  # the system takes no such names
         raise ConfigurationError(
-            f"store_name has at most {_LONGEST_NAME} bytes, not {len(store_name.encode())}"
+            f"store_name is text without NUL and half characters, not {store_name!r}"
         )
     if capacity is not None and capacity < 4096 * volumes:
         raise ConfigurationError(f"capacity is bytes, at least a page a volume, not {capacity!r}")

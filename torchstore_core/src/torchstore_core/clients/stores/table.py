@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any
 
+from torchstore_core.clients.calls.arguments import check_store_name
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.stores import ancestors, environment
 from torchstore_core.clients.stores.environment import (
@@ -101,9 +102,10 @@ def find(store_name: str) -> JoinedStore:
 
     Raises:
         StoreClosedError: no such store here, and none in the environment.
-        ConfigurationError: the environment prefers or blocks what nobody has installed here.
+        ConfigurationError: that is no name of a store, or the environment prefers or blocks what
+            nobody has installed here.
     """
-    store = _stores.get(store_name)
+    store = known(store_name)
     if store is not None:
         return store
     address = address_of(store_name)
@@ -125,8 +127,12 @@ def _nor_in_its_parents() -> str:
 
 
 def known(store_name: str) -> JoinedStore | None:
-    """The store of that name, if this process has joined it already."""
-    return _stores.get(store_name)
+    """The store of that name, if this process has joined it already.
+
+    Raises:
+        ConfigurationError: that is no name of a store.
+    """
+    return _stores.get(check_store_name(store_name))
 
 
 def add(store: JoinedStore) -> None:
@@ -152,7 +158,12 @@ def join(store: JoinedStore, before: JoinedStore | None) -> JoinedStore:
 
 
 def remove(store_name: str, only: JoinedStore | None = None) -> JoinedStore | None:
-    """Forget the store of that name; if ``only`` is given, no other than that."""
+    """Forget the store of that name; if ``only`` is given, no other than that.
+
+    Raises:
+        ConfigurationError: that is no name of a store.
+    """
+    check_store_name(store_name)
     with lock:
         if only is not None and _stores.get(store_name) is not only:
             return None

@@ -65,6 +65,13 @@ class ValueRequest(msgspec.Struct, frozen=True, gc=False):
     def make(cls, what: Any, tensor: Any = None, part: TensorSlice | None = None) -> ValueRequest:
         if type(what) is str and part is None:  # the usual case, very often
             return cls(check_key(what), 0, tensor, None)
+        if isinstance(what, Request) and what.tensor_slice is not None:
+            if part is not None:
+                raise LayoutMismatchError(
+                    f"{what.key!r}: the Request says itself which slice it wants; give either that "
+                    "or a tensor slice"
+                )
+            part = what.tensor_slice
         if part is not None and not isinstance(part, TensorSlice):
             raise UnsupportedValueError(
                 f"tensor_slice_spec is a TensorSlice, not a {type(part).__qualname__}"
@@ -78,12 +85,10 @@ class ValueRequest(msgspec.Struct, frozen=True, gc=False):
             of = what.incarnation, what.timeline
             key = what.key
             if key or not what.incarnation:  # otherwise it is an object without a key
-                check_key(key)
+                key = check_key(key)
             return cls(key, version, tensor, part, *of)
         if isinstance(what, Request):
             version = 0 if what.version is None else check_exact(what.key, what.version)
-            if part is None and what.tensor_slice is not None:
-                part = plain_slice(what.key, what.tensor_slice)
             return cls(check_key(what.key), version, tensor, part)
         return cls(check_key(what), 0, tensor, part)
 

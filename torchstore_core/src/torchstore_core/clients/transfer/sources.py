@@ -85,7 +85,7 @@ def prepare(
     Raises:
         UnsupportedValueError, UnsafeObjectError, LayoutMismatchError: it cannot be stored.
     """
-    check_key(key)
+    key = check_key(key)
     if type(value) is torch.Tensor and dtype is None:  # the usual case, very often
         return [prepare_tensor(key, value)]
     if type(value) is not torch.Tensor and is_sharded(value):

@@ -88,8 +88,8 @@ def encode_object(key: str, value: Any, *, allow_pickle: bool) -> tuple[ObjectMe
             if "torch" in sys.modules:  # for tensors there is a better error
                 _check_tensors(key, value)
             raise
-        if _may_mention(_TENSOR_MARK, data):
-            _check_tensors(key, value)
+        if _may_mention(_TENSOR_MARK, data) and _check_tensors(key, value):
+            data = _pickled(value)
         return ObjectMeta(PICKLE), data
     except UnsupportedValueError:
         raise
@@ -352,8 +352,9 @@ class _NullWriter:
 _TENSOR_MARK = b"_rebuild_"
 
 
-def _check_tensors(key: str, value: Any) -> None:
-    """Check that torch can restore the tensors inside of an object.
+def _check_tensors(key: str, value: Any) -> bool:
+    """Check that torch can restore the tensors inside of an object. Returns whether some of them
+    had to be waited for: what was pickled of these before may be anything.
 
     If a storage lacks bytes of its tensor, torch pickles only those that exist, and makes up the
     others when it loads them. For some dtypes, torch can pickle tensors but cannot load them.
@@ -363,27 +364,33 @@ def _check_tensors(key: str, value: Any) -> None:
     """
     import torch
 
-    from torchstore_core.clients.values.tensors import check_storage
+    from torchstore_core.clients.values.tensors import check_storage, result_of, storable
 
     cloudpickle = _cloudpickle()
     base: Any = pickle.Pickler if cloudpickle is None else cloudpickle.Pickler
+    waited = False
 
     class Tensors(base):  # type: ignore[misc]
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, torch.Tensor):
-                if obj.layout is torch.strided:  # others have no storage, and are pickled in parts
-                    check_storage(key, obj)
+                if (result := result_of(obj)) is not None:
+                    nonlocal waited
+                    waited, obj = True, result
                 if not _can_unpickle(obj.dtype):
+                    storable(key, obj)  # quantised ones have their own error
                     raise UnsupportedValueError(
                         f"{key!r}: torch cannot unpickle a tensor of {obj.dtype}, so it cannot be "
                         "stored inside of an object; put it by itself, or in a state dict",
                         key=key,
                     )
+                if obj.layout is torch.strided:  # others have no storage, and are pickled in parts
+                    check_storage(key, obj)
                 return type(None), ()
             return NotImplemented if cloudpickle is None else super().reducer_override(obj)
 
     with _registering:
         Tensors(_NullWriter(), protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return waited
 
 
 @cache

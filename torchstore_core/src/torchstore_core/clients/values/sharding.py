@@ -98,8 +98,6 @@ def local_parts(key: str, value: Any) -> list[LocalPart]:
         return [_checked(key, shard) for shard in _shards_of(value)]
     with torch.no_grad():
         local = value.to_local()
-    if hasattr(local, "wait"):  # the result of a collective that may still be running
-        local = local.wait()
     mesh, placements, shape = value.device_mesh, value.placements, tuple(value.shape)
     for placement in placements:
         if placement.is_partial():

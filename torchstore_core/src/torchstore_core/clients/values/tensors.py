@@ -65,6 +65,7 @@ _BUFFER_DTYPES = frozenset(
 
 def storable(key: str, tensor: torch.Tensor) -> torch.Tensor:
     """A detached strided tensor with the same values, on CPU or CUDA; copied only if needed.
+    Results of a collective that is still running are waited for.
 
     Raises:
         UnsupportedValueError: explains what the tensor is and what to do instead.
@@ -80,7 +81,10 @@ def storable(key: str, tensor: torch.Tensor) -> torch.Tensor:
     ):  # The usual case, in every small put: as few calls into torch as possible.
         return tensor.detach() if tensor.requires_grad else tensor
     if kind not in _PLAIN and _is_wrapper(kind):
-        raise _refused(key, f"a {kind.__module__}.{kind.__qualname__}", "unwrap it")
+        if (result := result_of(tensor)) is not None:
+            return storable(key, result)
+        hint = "put its .values() and .offsets()" if tensor.is_nested else "unwrap it"
+        raise _refused(key, f"a {kind.__module__}.{kind.__qualname__}", hint)
     if tensor.layout is not torch.strided:
         layout = str(tensor.layout).removeprefix("torch.")
         what = "a sparse tensor" if layout.startswith("sparse") else "an opaque tensor"
@@ -106,6 +110,13 @@ def storable(key: str, tensor: torch.Tensor) -> torch.Tensor:
 def _is_wrapper(kind: type[torch.Tensor]) -> bool:
     """Subclasses that intercept dispatch (DTensor, FakeTensor, ...) have no bytes of their own."""
     return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def result_of(tensor: Any) -> torch.Tensor | None:
+    """The values of the result of a collective, waited for if it is still running; None for other
+    tensors.
+    """
+    return tensor.wait() if hasattr(tensor, "wait") else None
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
