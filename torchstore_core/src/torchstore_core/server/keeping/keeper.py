@@ -29,6 +29,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from torchstore_core.server.keeping.link import Given, KeeperLink
+from torchstore_core.server.serving.journal import write_to_stderr
 from torchstore_core.server.serving.listening import raise_descriptor_limit
 
 log = logging.getLogger(__name__)
@@ -242,5 +243,4 @@ def _say(text: str) -> None:
     if os.environ.get("TORCHSTORE_LOG_LEVEL", "").upper() in ("ERROR", "CRITICAL", "FATAL"):
         return
     with contextlib.suppress(OSError):
-        sys.stderr.write(f"torchstore keeper {os.getpid()}: {text}\n")
-        sys.stderr.flush()
+        write_to_stderr(f"torchstore keeper {os.getpid()}: {text}")
