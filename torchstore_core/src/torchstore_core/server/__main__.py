@@ -20,6 +20,7 @@ import msgspec
 
 from torchstore_core.errors import ConfigurationError, TorchStoreError
 from torchstore_core.machine.processes import ProcessWatch
+from torchstore_core.machine.sockets.unix import descriptors
 from torchstore_core.server.keeping.link import KeeperLink
 from torchstore_core.server.server import Ready, Server, ServerOptions
 from torchstore_core.server.serving.journal import log_to_stderr
@@ -121,7 +122,8 @@ async def _main(
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, server.stop_soon)
     try:
-        address = await server.start()
+        with descriptors("a store"):
+            address = await server.start()
     except (TorchStoreError, OSError) as error:
         code = error.code if isinstance(error, TorchStoreError) else "error"
         if keeper is not None and keeper.life > 1:  # nobody reads what it says
