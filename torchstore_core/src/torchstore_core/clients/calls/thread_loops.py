@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from torchstore_core.errors import ConfigurationError
+from torchstore_core.machine.threads import start_thread
 
 T = TypeVar("T")
 # These skip the conversion to enums, which takes as long as the rest of a call.
@@ -169,14 +170,21 @@ async def in_thread(call: Callable[[], T]) -> T:
 
 
 def background() -> asyncio.AbstractEventLoop:
-    """Return an event loop that runs in a thread of this process all the time."""
+    """Return an event loop that runs in a thread of this process all the time.
+
+    Raises:
+        TransportNotReadyError: this process can have no more threads.
+    """
     global _background
     with _lock:
         if _background is None:
-            loop = _background = _new_loop()
-            threading.Thread(
-                target=loop.run_forever, name="torchstore-background", daemon=True
-            ).start()
+            loop = _new_loop()
+            try:
+                start_thread(loop.run_forever, "torchstore-background")
+            except BaseException:
+                loop.close()
+                raise
+            _background = loop
         return _background
 
 
