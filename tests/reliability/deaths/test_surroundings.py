@@ -78,6 +78,26 @@ async def test_signals_that_the_owner_ignores_or_blocks_do_not_matter():
     """)
 
 
+async def test_an_owner_that_may_start_no_process_says_so():
+    """The kernel does not limit those of root: it becomes another user, who has imported all."""
+    await run_script("""
+    import os, resource
+    await ts.initialize(capacity=64 << 20, prefault=0)
+    await ts.shutdown()
+    if not os.getuid():
+        os.setresuid(12345, 12345, 12345)
+    before = resource.getrlimit(resource.RLIMIT_NPROC)
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, before[1]))
+    try:
+        await ts.initialize(capacity=64 << 20, prefault=0)
+    except ts.StoreClosedError as error:
+        assert "no process can be started for a server" in str(error)
+    else:
+        raise AssertionError
+    resource.setrlimit(resource.RLIMIT_NPROC, before)
+    """)
+
+
 async def test_one_openmp_thread_does_not_matter(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     out = await run_script(

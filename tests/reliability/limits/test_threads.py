@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from tests.support import running_store
 
 import torchstore_core as ts
 import torchstore_core.blocking as blocking
+from torchstore_core.clients.calls.thread_loops import in_thread
 from torchstore_core.machine.copying import copy_threads
 
 
@@ -49,6 +52,16 @@ async def copying() -> None:
     before = threading.active_count()
     await ts.put("w", value)
     assert threading.active_count() == before + copy_threads()
+
+
+async def test_what_finds_no_thread_is_done_once() -> None:
+    done: list[int] = []
+    with ThreadPoolExecutor(1) as executor:
+        asyncio.get_running_loop().set_default_executor(executor)
+        with no_threads():
+            await in_thread(lambda: done.append(1))
+        await asyncio.to_thread(done.append, 2)  # by a thread that takes what waits in its turn
+    assert done == [1, 2]
 
 
 async def test_a_session_and_a_put_in_the_background_take_a_thread() -> None:

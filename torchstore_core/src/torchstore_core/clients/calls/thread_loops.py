@@ -160,12 +160,18 @@ async def in_thread(call: Callable[[], T]) -> T:
     """Run a call that blocks in another thread and return its result.
 
     When the interpreter is shutting down and no longer accepts work for threads, the call runs in
-    this thread, which has nothing else left to do then.
+    this thread, which has nothing else left to do then. So it does if there can be no more threads;
+    it stays in the executor's queue then, but runs only once.
     """
+    waiting = [call]
+
+    def run() -> T:
+        return waiting.pop()()
+
     try:
-        made = asyncio.get_running_loop().run_in_executor(None, call)
+        made = asyncio.get_running_loop().run_in_executor(None, run)
     except RuntimeError:
-        return call()
+        return run()
     return await made
 
 
