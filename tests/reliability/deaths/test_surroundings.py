@@ -56,6 +56,48 @@ async def test_a_dev_shm_of_1_mb_does_not_matter():
     await run_script(body + ROUND_TRIP, wrapper=wrapper)
 
 
+async def test_signals_that_the_owner_ignores_or_blocks_do_not_matter():
+    """A process inherits both. Of children that are ignored, nobody learns how they have ended."""
+    await run_script("""
+    import os, signal, time
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    blocked = signal.SIGCHLD, signal.SIGTERM, signal.SIGINT
+    signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    await ts.initialize(capacity=64 << 20, prefault=0)
+    await ts.put("a", 1)
+    for _ in range(2):
+        os.kill((await ts.status()).controller_pid, signal.SIGKILL)
+        assert await ts.get("a", timeout=20) == 1
+    keeper = (await ts.status()).keeper_pid
+    await ts.shutdown()  # by a signal; after three seconds it would kill
+    assert not os.path.exists(f"/proc/{keeper}")
+    await ts.initialize(capacity=64 << 20, prefault=0, keeper=False)
+    begun = time.monotonic()
+    await ts.shutdown()
+    assert time.monotonic() - begun < 2.5
+    """)
+
+
+async def test_an_owner_that_may_start_no_process_says_so():
+    """The kernel does not limit those of root: it becomes another user, who has imported all."""
+    await run_script("""
+    import os, resource
+    await ts.initialize(capacity=64 << 20, prefault=0)
+    await ts.shutdown()
+    if not os.getuid():
+        os.setresuid(12345, 12345, 12345)
+    before = resource.getrlimit(resource.RLIMIT_NPROC)
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, before[1]))
+    try:
+        await ts.initialize(capacity=64 << 20, prefault=0)
+    except ts.StoreClosedError as error:
+        assert "no process can be started for a server" in str(error)
+    else:
+        raise AssertionError
+    resource.setrlimit(resource.RLIMIT_NPROC, before)
+    """)
+
+
 async def test_one_openmp_thread_does_not_matter(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     out = await run_script(

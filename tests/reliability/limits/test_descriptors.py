@@ -284,3 +284,24 @@ def test_a_server_takes_as_many_descriptors_as_it_may() -> None:
             assert limits == (2 * LIMIT, 2 * LIMIT)
         finally:
             server.close()
+
+
+def test_a_server_without_descriptors_says_so_when_it_starts() -> None:
+    codes = []
+    for limit in range(12, LIMIT):
+        with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+            options = {"capacity": 1 << 20, "prefault": 0, "directory": folder}
+            command = f"ulimit -n {limit}; exec {sys.executable} -P -m torchstore_core.server"
+            server = subprocess.Popen(
+                ["sh", "-c", f"{command} '{msgspec.json.encode(options).decode()}'"],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+            with server:
+                assert server.stdout is not None
+                said = server.stdout.readline()
+                server.terminate()
+            if said and "address" in (answer := msgspec.json.decode(said)):
+                break
+            codes += [answer["error"]] if said else []
+    assert set(codes) == {"transport-not-ready"}

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import re
+import select
+import signal
 import socket
 import subprocess
 import sys
@@ -32,8 +36,14 @@ CAPACITY = 8 * MB
 class LoggedServer:
     """A server in a process of its own, and its log."""
 
-    def __init__(self, directory: Path, level: str | None = "INFO", **options: object) -> None:
-        self._log = directory / "log"
+    def __init__(
+        self,
+        directory: Path,
+        level: str | None = "INFO",
+        log: Path | None = None,
+        **options: object,
+    ) -> None:
+        self._log = log or directory / "log"
         wanted = {"capacity": CAPACITY, "prefault": 0, "directory": str(directory), **options}
         env = {k: v for k, v in os.environ.items() if k != "TORCHSTORE_LOG_LEVEL"}
         if level is not None:
@@ -147,6 +157,37 @@ def test_by_default_an_embedded_server_says_nothing(directory: Path) -> None:
     server = LoggedServer(directory, level=None)
     assert server.stop() == 0
     assert server.text() == ""
+
+
+async def test_nobody_has_to_read_what_it_says(directory: Path) -> None:
+    """A pipe that is full stops neither the server nor its keeper, which starts it again."""
+    pipe = directory / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    filling = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(filling, b"." * 4096)
+    server = LoggedServer(directory, log=pipe, keeper=True)
+    try:
+        client = await ts.connect(server.address, store_name="unread")
+        for at in range(2):
+            await client.put("k", at)
+            os.kill((await client.status()).controller_pid, signal.SIGKILL)
+            assert await client.get("k", timeout=20) == at
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.read(reader, 1 << 16)
+        await ts.reset_client("unread")
+        assert await client.get("k") == 1
+        await until(lambda: select.select([reader], [], [], 0)[0])
+        said = os.read(reader, 1 << 16).decode()
+        assert re.match(r"\[\d+ lines that nobody read are left out\]\n", said), said
+    finally:
+        await ts.shutdown("unread")
+        assert server.stop() == 0
+        os.close(reader)
+        os.close(filling)
 
 
 def test_a_level_that_is_none_is_an_error_in_words(directory: Path) -> None:

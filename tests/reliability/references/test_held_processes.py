@@ -262,6 +262,25 @@ async def test_a_cancelled_put_object_holds_nothing():
     await until_used(0)
 
 
+@pytest.mark.parametrize("how", ["hold", "put_object"])
+async def test_an_error_that_is_kept_keeps_nothing(how: str):
+    """What an operation has begun to hold ends with it, not with the frames of its error."""
+    await ts.put("w", value(1))
+    server = (await ts.status()).controller_pid
+    await halt(server)
+    try:
+        # The object is small: it is put as soon as the server reads the request.
+        call = ts.hold("w", timeout=0.2) if how == "hold" else ts.put_object(1, timeout=0.2)
+        with pytest.raises(ts.StoreTimeoutError) as kept:
+            await call
+    finally:
+        os.kill(server, signal.SIGCONT)
+    await ts.delete("w")
+    await until_used(0)
+    assert not await ts.refs()
+    assert kept.value.details["operation"] == how
+
+
 async def test_references_survive_a_reset_of_the_client():
     ref = await ts.put_object(value(4))
     await ts.reset_client()

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchstore_core.clients.values.codec import decode_object, encode_object
-from torchstore_core.errors import UnsafeObjectError, UnsupportedValueError
+from torchstore_core.errors import OutOfMemoryError, UnsafeObjectError, UnsupportedValueError
 from torchstore_core.values import ObjectMeta, ObjectRef
 
 
@@ -377,3 +377,15 @@ def test_what_cannot_be_rebuilt_says_so(codec: str, data: bytes) -> None:
     with pytest.raises(UnsupportedValueError, match=r"'k'.*(here)") as caught:
         decode_object("k", ObjectMeta(codec), data, allow_pickle=True)
     assert caught.value.key == "k"
+
+
+class Large:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return bytes, (1 << 62,)
+
+
+def test_an_object_for_which_there_is_no_memory_says_so() -> None:
+    meta, data = encode_object("k", Large(), allow_pickle=True)
+    with pytest.raises(OutOfMemoryError, match="'k': this process has no memory") as caught:
+        decode_object("k", meta, data, allow_pickle=True)
+    assert caught.value.details == {"requested_bytes": len(data)}

@@ -53,3 +53,44 @@ def test_one_that_comes_up_faster_than_any_server_can_is_given_up(tmp_path: Path
     made, status = lives(tmp_path, ready=True, last=5000)
     assert 100 < made < 5000
     assert status == 1
+
+
+# Its server dies in its first life, when the keeper may start no other process. The kernel does not
+# limit those of root.
+WITHOUT_PROCESSES = """
+import os, resource, signal, sys
+from torchstore_core.server.keeping.keeper import Keeper
+
+def serve(keeper):
+    keeper.ready()
+    if keeper.life == 1:
+        _, most = resource.getrlimit(resource.RLIMIT_NPROC)
+        resource.prlimit(os.getppid(), resource.RLIMIT_NPROC, (0, most))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+if not os.getuid():
+    os.setresuid(12345, 12345, 12345)
+limits = resource.getrlimit(resource.RLIMIT_NPROC)
+if not os.fork():  # only the same user may change it
+    os.close(2)
+    sys.stdin.readline()
+    resource.prlimit(os.getppid(), resource.RLIMIT_NPROC, limits)
+    os._exit(0)
+sys.exit(Keeper(serve, print).run())
+"""
+
+
+def test_a_keeper_that_may_start_no_process_waits_until_it_may() -> None:
+    program = [sys.executable, "-c", WITHOUT_PROCESSES]
+    heard = {**os.environ, "TORCHSTORE_LOG_LEVEL": "WARNING"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(program, env=heard, text=True, stdin=pipe, stderr=pipe) as keeper:
+        assert keeper.stdin is not None
+        assert keeper.stderr is not None
+        said = ""
+        while "cannot be started" not in said:
+            said = keeper.stderr.readline()
+            assert said, "the keeper has ended"
+        keeper.stdin.close()
+        assert keeper.wait(20) == 0

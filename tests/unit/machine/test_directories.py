@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import threading
 import time
 from pathlib import Path
 
-from torchstore_core.machine.directories import find_files, remove_stale
+import pytest
+
+from torchstore_core.errors import ConfigurationError
+from torchstore_core.machine.directories import (
+    PrivateDirectory,
+    find_files,
+    remove_stale,
+    runtime_directory,
+)
 
 
 def test_files_are_found_by_name(tmp_path: Path) -> None:
@@ -56,3 +65,26 @@ def test_what_a_server_left_that_was_killed_before_it_had_a_socket_is_removed(
         os.utime(tmp_path / name, (long_ago, long_ago))
     remove_stale(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["begun", "no directory", "used"]
+
+
+def test_a_socket_fits_where_a_character_has_several_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp", suffix="\u5f20" * 25) as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        directory = PrivateDirectory()
+        try:
+            assert len(os.fsencode(directory.control)) <= 107
+        finally:
+            directory.remove()
+
+
+def test_where_no_directory_can_be_made_another_place_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        (Path(folder) / "torchstore").symlink_to("missing/missing")
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        for make in (runtime_directory, PrivateDirectory):
+            with pytest.raises(ConfigurationError, match="Set XDG_RUNTIME_DIR or TMPDIR"):
+                make()

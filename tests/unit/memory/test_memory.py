@@ -82,6 +82,17 @@ def test_prefault_does_not_disturb_bytes_that_are_there(memory):
     assert memory.read(3 * MIB + 5, 100) == b"x" * 100
 
 
+def test_a_system_without_threads_warms_later(memory):
+    before = threading.stack_size(1 << 46)  # no thread gets so large a stack
+    try:
+        memory.prefault(MIB, lambda: None)
+    finally:
+        threading.stack_size(before)
+    assert backed(memory.fd) == 0
+    warm_up(memory, MIB)
+    assert backed(memory.fd) == MIB
+
+
 def test_close_ends_a_running_prefault():
     memory = SegmentMemory("test", 1 << 33)
     memory.prefault(1 << 33, lambda: None)

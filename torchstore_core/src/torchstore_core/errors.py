@@ -143,7 +143,7 @@ class OutOfMemoryError(TorchStoreError, MemoryError):
     """This process has no memory for a value that it gets: the memory itself, its address space
     (``ulimit -v``) or its mappings (``vm.max_map_count``) are used up. Nothing is leased.
 
-    ``details``: ``requested_bytes`` of the tensor that could not be made.
+    ``details``: ``requested_bytes`` of the tensor, or the encoded object, that could not be made.
     """
 
     code = "out-of-memory"
@@ -203,8 +203,9 @@ class TransportUnavailableError(TransportError):
 
 class TransportNotReadyError(TransportUnavailableError):
     """A transport cannot reach the volume at the moment, because this process or the server has
-    run out of file descriptors, or because the server is too busy, or has died and may come back
-    (``details["died"]`` then says what of it). The store retries it by itself a little later.
+    run out of file descriptors, or of threads, or because the server is too busy, or has died and
+    may come back (``details["died"]`` then says what of it). The store retries it by itself a
+    little later.
     """
 
     code = "transport-not-ready"

@@ -7,6 +7,7 @@ weights are larger than it (see ``native/module.c``; without the compiled module
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import queue
@@ -15,7 +16,8 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 
-from torchstore_core.errors import ConfigurationError
+from torchstore_core.errors import ConfigurationError, TransportNotReadyError
+from torchstore_core.machine.threads import start_thread
 
 #: Contiguous bytes: two addresses (or an address and an offset), and their number.
 Run = tuple[int, int, int]
@@ -337,13 +339,19 @@ class CopyJob:
 
 
 class _Pool:
-    """Daemon threads that run jobs. There is one pool per process, recreated after a fork."""
+    """Daemon threads that run jobs. There is one pool per process, recreated after a fork.
 
-    def __init__(self, threads: int) -> None:
-        self.threads = threads
+    Args:
+        wanted: how many threads to start; there are fewer where the system has no more.
+    """
+
+    def __init__(self, wanted: int) -> None:
+        self.threads = 0
         self._jobs: queue.SimpleQueue[CopyJob] = queue.SimpleQueue()
-        for i in range(threads):
-            threading.Thread(target=self._serve, name=f"torchstore-copy-{i}", daemon=True).start()
+        with contextlib.suppress(TransportNotReadyError):
+            while self.threads < wanted:
+                start_thread(self._serve, f"torchstore-copy-{self.threads}")
+                self.threads += 1
 
     def submit(self, job: CopyJob, width: int) -> None:
         for _ in range(min(width, self.threads)):
@@ -363,7 +371,7 @@ _pool_lock = threading.Lock()
 def _get_pool() -> _Pool:
     global _pool
     with _pool_lock:
-        if _pool is None:
+        if _pool is None or not _pool.threads:
             _pool = _Pool(copy_threads())
         return _pool
 
@@ -379,16 +387,15 @@ if hasattr(os, "register_at_fork"):
 
 
 async def run(tasks: Iterable[Task], nbytes: int) -> None:
-    """Run copy tasks: small batches in the calling thread, others on the copy threads, which start
-    on large batches while ``tasks`` is still being planned.
+    """Run copy tasks: small batches in the calling thread, others on the copy threads (if there
+    are any), which start on large batches while ``tasks`` is still being planned.
 
     When it raises, ``CancelledError`` included, no task is running any more.
     """
-    if nbytes <= DIRECT_MAX:
+    if nbytes <= DIRECT_MAX or not (pool := _get_pool()).threads:
         for task in tasks:
             task()
         return
-    pool = _get_pool()
     overlap = nbytes >= OVERLAP_MIN
     first = () if overlap else list(tasks)
     job = CopyJob(first, asyncio.get_running_loop(), open_end=overlap)

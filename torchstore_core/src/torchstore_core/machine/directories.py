@@ -10,6 +10,7 @@ import socket
 import stat
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from torchstore_core.errors import ConfigurationError
@@ -43,7 +44,8 @@ class PrivateDirectory:
             return
         base = runtime_directory()
         remove_stale(base)
-        self.path = Path(tempfile.mkdtemp(dir=base))
+        with _explained():
+            self.path = Path(tempfile.mkdtemp(dir=base))
 
     @property
     def control(self) -> str:
@@ -69,21 +71,39 @@ def runtime_directory() -> Path:
     """Return the directory of this user (mode 0700) that holds one directory per running server.
 
     Raises:
-        ConfigurationError: it belongs to another user, or other users have access to it.
+        ConfigurationError: it belongs to another user, other users have access to it, or it cannot
+            be made.
     """
+    with _explained():
+        path = _made_directory()
+        info = path.lstat()
+    if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077 or path.is_symlink():
+        raise ConfigurationError(
+            f"{path} must be a directory of yours with mode 0700; remove it or set XDG_RUNTIME_DIR"
+        )
+    return path
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigurationError(
+            f"there is no place for the sockets of stores: {error}. Set XDG_RUNTIME_DIR or TMPDIR "
+            "to a directory where this process may make another one"
+        ) from error
+
+
+def _made_directory() -> Path:
     base = os.environ.get("XDG_RUNTIME_DIR")
     if base and os.path.isdir(base) and os.access(base, os.W_OK):
         path = Path(base) / "torchstore"
     else:
         path = Path(tempfile.gettempdir()) / f"torchstore-{os.getuid()}"
-    if len(str(path)) > 70:  # a Unix socket's path has at most 107 bytes
+    if len(os.fsencode(path)) > 70:  # a Unix socket's path has at most 107 bytes
         path = Path("/tmp") / f"torchstore-{os.getuid()}"  # noqa: S108 - checked just below
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    info = path.lstat()
-    if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077 or path.is_symlink():
-        raise ConfigurationError(
-            f"{path} must be a directory of yours with mode 0700; remove it or set XDG_RUNTIME_DIR"
-        )
     return path
 
 

@@ -23,6 +23,7 @@ from torchstore_core.errors import (
 )
 from torchstore_core.machine.directories import is_abandoned
 from torchstore_core.machine.processes import is_exiting
+from torchstore_core.machine.sockets.unix import descriptors
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,8 @@ class ServerProcess:
 
         Raises:
             StoreTimeoutError: it took longer than ``timeout`` seconds.
-            StoreClosedError: the process has ended.
+            StoreClosedError: the process has ended, or could not be started.
+            TransportNotReadyError: this process has no file descriptor left.
             TorchStoreError: why the server cannot start.
         """
         # -P: the server must not import modules that happen to be in the current directory. It gets
@@ -82,12 +84,19 @@ class ServerProcess:
         with self._lock:
             if self._start_cancelled:
                 return b""
-            process = self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                start_new_session=True,
-            )
+            try:
+                with descriptors("a server"):
+                    process = self._process = subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.PIPE,
+                        start_new_session=True,
+                    )
+            except OSError as error:
+                raise StoreClosedError(
+                    f"no process can be started for a server: {error}; see ulimit -u, and the "
+                    "pids limit of this container or unit"
+                ) from error
         atexit.register(self._at_exit)
         if process.stdout is None:
             return b""

@@ -20,6 +20,7 @@ import msgspec
 
 from torchstore_core.errors import ConfigurationError, TorchStoreError
 from torchstore_core.machine.processes import ProcessWatch
+from torchstore_core.machine.sockets.unix import descriptors
 from torchstore_core.server.keeping.link import KeeperLink
 from torchstore_core.server.server import Ready, Server, ServerOptions
 from torchstore_core.server.serving.journal import log_to_stderr
@@ -61,6 +62,7 @@ def run(
             cannot start. The default prints a line of JSON on stdout, or tells the keeper.
         keeper: starts the server again if it dies; None: nobody does.
     """
+    _take_signals()
     _return_large_blocks()
     gc.set_threshold(_COLLECT_EVERY, *gc.get_threshold()[1:])
     raise_descriptor_limit()
@@ -76,6 +78,7 @@ def keep(
     """Make this process the keeper of a server, until that is told to stop; returns the exit
     status. See ``keeping.keeper.Keeper``.
     """
+    _take_signals()
     # Here is imported, once, what all lives of the server need; one without a keeper does not.
     from torchstore_core.server.keeping import compaction, recorded, returning  # noqa: F401
     from torchstore_core.server.keeping.keeper import Keeper
@@ -83,6 +86,14 @@ def keep(
     _loop_factory()
     serve = functools.partial(run, options, None)
     return Keeper(serve, started, owner).run()
+
+
+def _take_signals() -> None:
+    """Undo what this process may have inherited: whoever has started it may ignore the end of its
+    own children, of which the system then keeps no status, or block the signals that end a server.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -121,7 +132,8 @@ async def _main(
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, server.stop_soon)
     try:
-        address = await server.start()
+        with descriptors("a store"):
+            address = await server.start()
     except (TorchStoreError, OSError) as error:
         code = error.code if isinstance(error, TorchStoreError) else "error"
         if keeper is not None and keeper.life > 1:  # nobody reads what it says

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from torchstore_core.errors import ConfigurationError
+from torchstore_core.machine.threads import start_thread
 
 T = TypeVar("T")
 # These skip the conversion to enums, which takes as long as the rest of a call.
@@ -159,24 +160,37 @@ async def in_thread(call: Callable[[], T]) -> T:
     """Run a call that blocks in another thread and return its result.
 
     When the interpreter is shutting down and no longer accepts work for threads, the call runs in
-    this thread, which has nothing else left to do then.
+    this thread, which has nothing else left to do then. So it does if there can be no more threads;
+    it stays in the executor's queue then, but runs only once.
     """
+    waiting = [call]
+
+    def run() -> T:
+        return waiting.pop()()
+
     try:
-        made = asyncio.get_running_loop().run_in_executor(None, call)
+        made = asyncio.get_running_loop().run_in_executor(None, run)
     except RuntimeError:
-        return call()
+        return run()
     return await made
 
 
 def background() -> asyncio.AbstractEventLoop:
-    """Return an event loop that runs in a thread of this process all the time."""
+    """Return an event loop that runs in a thread of this process all the time.
+
+    Raises:
+        TransportNotReadyError: this process can have no more threads.
+    """
     global _background
     with _lock:
         if _background is None:
-            loop = _background = _new_loop()
-            threading.Thread(
-                target=loop.run_forever, name="torchstore-background", daemon=True
-            ).start()
+            loop = _new_loop()
+            try:
+                start_thread(loop.run_forever, "torchstore-background")
+            except BaseException:
+                loop.close()
+                raise
+            _background = loop
         return _background
 
 

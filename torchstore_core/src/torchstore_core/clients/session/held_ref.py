@@ -219,12 +219,16 @@ class Beginning:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        holder = self._ref._holder
+        if error is None or holder is None:
+            return
+        self._ref._holder = None  # who keeps the error has its frames, and in them the reference
         if isinstance(error, TorchStoreError) and not isinstance(
             error, StoreTimeoutError | StoreClosedError
         ):  # the server has answered that there is no hold
-            holder = self._ref._holder
-            if holder is not None:
-                holder.live.pop(self.ident, None)
+            holder.live.pop(self.ident, None)
+        else:
+            holder.end(self.ident)
 
     def refers(self, ref: ObjectRef) -> HeldRef:
         """The server has begun the hold, of this version."""

@@ -12,7 +12,6 @@ import logging
 import os
 import select
 import socket
-import threading
 import weakref
 from asyncio import Future
 from collections import deque
@@ -23,6 +22,7 @@ import msgspec
 
 from torchstore_core.clients.session.holder import Holder, StorePlace
 from torchstore_core.errors import ProtocolError
+from torchstore_core.machine.threads import start_thread
 from torchstore_core.wire import framing
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.batches import Held, aborts, releases
@@ -114,8 +114,12 @@ class Reclaimer:
         self.holder = Holder(place, connection, owner.next_id, self.wake)
 
     def start(self) -> None:
-        """Start the thread."""
-        threading.Thread(target=self._run, name="torchstore-reclaimer", daemon=True).start()
+        """Start the thread.
+
+        Raises:
+            TransportNotReadyError: this process can have no more threads.
+        """
+        start_thread(self._run, "torchstore-reclaimer")
 
     def hold(self, tensors: object, lease: int, positions: list[int] | None) -> None:
         """Release ``positions`` of ``lease`` (None: all of it) when ``tensors``, the object that

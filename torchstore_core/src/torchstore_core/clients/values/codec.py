@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from torchstore_core.errors import UnsafeObjectError, UnsupportedValueError
+from torchstore_core.errors import OutOfMemoryError, UnsafeObjectError, UnsupportedValueError
 from torchstore_core.values import ObjectMeta
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ def decode_object(
 
     Raises:
         UnsafeObjectError: the object was pickled, which is not allowed.
+        OutOfMemoryError: this process has no memory for it.
         UnsupportedValueError: the object cannot be rebuilt here, because its class is missing, for
             example.
     """
@@ -120,6 +121,13 @@ def decode_object(
         if meta.codec == MSGPACK:
             return msgspec.msgpack.decode(data, ext_hook=_extension)
         return pickle.loads(data)
+    except MemoryError as error:
+        raise OutOfMemoryError(
+            f"{key!r}: this process has no memory for an object that takes {len(data):,} bytes. "
+            "Drop what is not needed, or raise its limits: memory, address space (ulimit -v)",
+            key=key,
+            details={"requested_bytes": len(data)},
+        ) from error
     except Exception as error:
         hint = "is its class importable, or cloudpickle installed where it is put?"
         if isinstance(error, ModuleNotFoundError) and str(error.name).startswith("cloudpickle"):

@@ -33,7 +33,7 @@ def unix_socket() -> Iterator[socket.socket]:
     Raises:
         TransportNotReadyError: this process has no file descriptor left for it.
     """
-    with _descriptors("a connection to a store"):
+    with descriptors("a connection to a store"):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.setblocking(False)
     # The except clause is not enough: the collector may finalize the socket first, which warns.
@@ -54,12 +54,17 @@ def check_descriptors(purpose: str) -> None:
     Raises:
         TransportNotReadyError: this process has no file descriptor left for ``purpose``.
     """
-    with _descriptors(purpose):
+    with descriptors(purpose):
         os.close(os.open("/", os.O_RDONLY | os.O_CLOEXEC))
 
 
 @contextmanager
-def _descriptors(purpose: str) -> Iterator[None]:
+def descriptors(purpose: str) -> Iterator[None]:
+    """Say it if the block fails because there are no file descriptors left.
+
+    Raises:
+        TransportNotReadyError: this process has none left for ``purpose``.
+    """
     try:
         yield
     except OSError as error:

@@ -29,6 +29,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from torchstore_core.server.keeping.link import Given, KeeperLink
+from torchstore_core.server.serving.journal import write_to_stderr
 from torchstore_core.server.serving.listening import raise_descriptor_limit
 
 log = logging.getLogger(__name__)
@@ -98,8 +99,10 @@ class Keeper:
         deaths, then = 0.0, time.monotonic()
         while True:
             status = self._live()
-            if status == 0 or self._stopping or not (self._lives > 1 or self._ready):
-                return 0 if self._stopping else status
+            if self._stopping:
+                return 0
+            if isinstance(status, int) and (status == 0 or not (self._lives > 1 or self._ready)):
+                return status
             now = time.monotonic()
             deaths = max(0.0, deaths - (now - then) / _SECONDS_A_DEATH)
             deaths += _DEATH_WHEN_READY if self._ready else 1.0
@@ -109,14 +112,20 @@ class Keeper:
                 return 1
             _say(f"the server {_ended(status)}; starting it again")
 
-    def _live(self) -> int:
-        """One life of the server; its exit status, negative for a signal."""
+    def _live(self) -> int | OSError:
+        """One life of the server; its exit status, negative for a signal, or why there was none."""
         self._ready = False
         self._lives += 1
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
-            with theirs:
-                self._start(ours, theirs)
+            try:
+                with theirs:
+                    self._start(ours, theirs)
+            except OSError as error:
+                if self._lives == 1:
+                    raise
+                time.sleep(_SECONDS_A_DEATH)  # so this is never given up
+                return error
             watch = os.pidfd_open(self._pid)
             try:
                 self._attend(ours, watch)
@@ -129,14 +138,20 @@ class Keeper:
         return os.waitstatus_to_exitcode(status)
 
     def _start(self, ours: socket.socket, theirs: socket.socket) -> None:
-        """Fork. In the child, run the server."""
+        """Fork. In the child, run the server.
+
+        Raises:
+            OSError: the system, or the limit of a container, allows no more processes.
+        """
         # A signal that comes in between is handled by the process that it was sent to.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        self._pid = os.fork()
-        if not self._pid:
-            for signum in _SIGNALS:
-                signal.signal(signum, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        try:
+            self._pid = os.fork()
+            if not self._pid:
+                for signum in _SIGNALS:
+                    signal.signal(signum, signal.SIG_DFL)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if not self._pid:
             ours.close()
             self._be_server(theirs.detach())
@@ -228,7 +243,9 @@ class Keeper:
                 os.kill(self._pid, signal.SIGTERM)
 
 
-def _ended(status: int) -> str:
+def _ended(status: int | OSError) -> str:
+    if isinstance(status, OSError):
+        return f"cannot be started: {status}"
     if status >= 0:
         return f"ended with status {status}"
     try:
@@ -242,5 +259,4 @@ def _say(text: str) -> None:
     if os.environ.get("TORCHSTORE_LOG_LEVEL", "").upper() in ("ERROR", "CRITICAL", "FATAL"):
         return
     with contextlib.suppress(OSError):
-        sys.stderr.write(f"torchstore keeper {os.getpid()}: {text}\n")
-        sys.stderr.flush()
+        write_to_stderr(f"torchstore keeper {os.getpid()}: {text}")

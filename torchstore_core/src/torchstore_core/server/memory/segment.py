@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import errno
+import functools
 import logging
 import mmap
 import os
@@ -16,7 +17,8 @@ import tempfile
 import threading
 from collections.abc import Callable
 
-from torchstore_core.errors import StoreFullError
+from torchstore_core.errors import StoreFullError, TransportNotReadyError
+from torchstore_core.machine.threads import start_thread
 from torchstore_core.machine.topology import memory_left_bytes, memory_limit_bytes
 from torchstore_core.machine.virtual_memory import (
     map_shared,
@@ -129,10 +131,11 @@ class SegmentMemory:
             self._target = max(self._target, min(target, self.nbytes))
             if self._closed or self._target <= self._warm or self._thread is not None:
                 return
-            self._thread = threading.Thread(
-                target=self._run, args=(done,), name="torchstore-prefault", daemon=True
-            )
-            self._thread.start()
+            try:
+                run = functools.partial(self._run, done)
+                self._thread = start_thread(run, "torchstore-prefault")
+            except TransportNotReadyError as error:  # whoever puts touches the pages first, then
+                log.debug("no memory is warmed: %s", error)
 
     def trim(self, start: int) -> int:
         """Return the pages from ``start`` on to the system; returns the number of bytes.

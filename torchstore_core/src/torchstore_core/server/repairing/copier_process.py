@@ -6,10 +6,12 @@ import functools
 import logging
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Sequence
 
 import msgspec
+
+from torchstore_core.errors import TransportNotReadyError
+from torchstore_core.machine.threads import start_thread
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +54,12 @@ class CopierProcess:
             self._ended()
             return
         self._process = process
-        wait = functools.partial(self._wait, process)
-        threading.Thread(target=wait, name="torchstore-copier", daemon=True).start()
+        try:
+            start_thread(functools.partial(self._wait, process), "torchstore-copier")
+        except TransportNotReadyError as error:  # nobody would notice that it ends
+            log.warning("no copier can be started: %s", error)
+            self.stop()
+            self._ended()
 
     def _wait(self, process: subprocess.Popen[bytes]) -> None:
         process.wait()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
+import select
+import sys
 import time
 from collections.abc import Sequence
 
@@ -35,9 +37,45 @@ def log_to_stderr(level: str, prefix: str) -> None:
         logging.basicConfig(
             level=os.environ.get(LOG_LEVEL, level).upper(),
             format=f"{prefix}: %(levelname)s %(name)s: %(message)s",
+            handlers=[_ToStderr()],
         )
     except ValueError as error:
         raise ConfigurationError(f"{LOG_LEVEL}: {error}") from error
+
+
+class _ToStderr(logging.Handler):
+    """Leaves lines out while nobody reads them, and says how many once somebody does."""
+
+    _unread = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            left_out = f"[{self._unread} lines that nobody read are left out]\n"
+            text = f"{left_out if self._unread else ''}{self.format(record)}"
+            self._unread = 0 if write_to_stderr(text) else self._unread + 1
+        except (OSError, ValueError, TypeError):
+            self.handleError(record)
+
+
+def write_to_stderr(text: str) -> bool:
+    """Write a line, or what of it can be written at once; returns whether that was all.
+
+    A pipe may be full that nobody reads, or the terminal stopped (Ctrl-S). A server that waited for
+    its reader would keep all clients waiting, too, and a keeper would start no server again.
+
+    Raises:
+        OSError: it is closed at the other end, for example.
+    """
+    if sys.stderr is None:
+        return False
+    poll = select.poll()
+    poll.register(sys.stderr.fileno(), select.POLLOUT)
+    left = f"{text}\n".encode(errors="backslashreplace")
+    while left:
+        if not poll.poll(0):
+            return False
+        left = left[os.write(sys.stderr.fileno(), left[: select.PIPE_BUF]) :]
+    return True
 
 
 def started(store: str, address: str, strategy: str, volumes: Sequence[VolumeRecord]) -> None:
