@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchstore_snapshot import (
     ForeignFileError,
     Snapshot,
+    SnapshotCorruptError,
     SnapshotExistsError,
+    SnapshotReplacedError,
     SnapshotVersionError,
     StateDict,
     gc,
@@ -264,3 +267,38 @@ def test_simultaneous_takes_leave_the_files_of_one(tmp_path: Path, overwrite: bo
     files = {path.name for path in (tmp_path / "s").glob("*.safetensors")}
     assert files == {file.name for file in Snapshot(tmp_path / "s").manifest.files}
     assert not Snapshot(tmp_path / "s").verify()
+
+
+@pytest.mark.parametrize("what", ["replaced", "removed"])
+def test_a_snapshot_that_is_gone_when_it_is_read_is_not_called_damaged(
+    tmp_path: Path, what: str
+) -> None:
+    folder = tmp_path / "latest"
+    old = Snapshot.take(folder, state(1))
+    assert old.manifest
+    if what == "replaced":
+        Snapshot.take(folder, state(2), overwrite=True)
+    else:
+        shutil.rmtree(folder)
+    mine = state(0)
+    for read in (
+        lambda: old.restore(mine),
+        lambda: old.restore(mine, verify=False),
+        lambda: old.read_object("m/w"),
+        lambda: old.get_state_dict_for_key("m"),
+        old.verify,
+    ):
+        with pytest.raises(SnapshotReplacedError, match="open it again"):
+            read()
+    assert not mine["m"]["w"].any()
+    if what == "replaced":
+        Snapshot(folder).restore(mine)
+        assert torch.equal(mine["m"]["w"], state(2)["m"]["w"])
+
+
+def test_a_snapshot_of_which_a_file_is_missing_is_damaged_and_not_replaced(tmp_path: Path) -> None:
+    snapshot = Snapshot.take(tmp_path, state(1))
+    (tmp_path / snapshot.manifest.files[0].name).unlink()
+    with pytest.raises(SnapshotCorruptError, match="is damaged") as caught:
+        snapshot.restore(state(0))
+    assert not isinstance(caught.value, SnapshotReplacedError)

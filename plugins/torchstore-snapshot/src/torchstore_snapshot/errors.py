@@ -16,6 +16,7 @@ __all__ = [
     "SnapshotExistsError",
     "SnapshotFormatError",
     "SnapshotNotFoundError",
+    "SnapshotReplacedError",
     "SnapshotStorageError",
     "SnapshotUnavailableError",
     "SnapshotVersionError",
@@ -83,6 +84,14 @@ class SnapshotCorruptError(SnapshotError):
     """
 
     code = "snapshot-corrupt"
+
+
+class SnapshotReplacedError(SnapshotCorruptError):
+    """A snapshot was replaced or removed after its manifest was read, and with it a file that is
+    needed. What is at its path now, if anything is, has to be opened anew.
+    """
+
+    code = "snapshot-replaced"
 
 
 class SnapshotWriterError(SnapshotError):

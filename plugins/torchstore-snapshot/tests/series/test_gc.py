@@ -22,6 +22,7 @@ from torchstore_snapshot.format.paths import MANIFEST, claim_file, new_take_id, 
 from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.series import claims
 from torchstore_snapshot.series.claims import Claim
+from torchstore_snapshot.series.retiring import mend_maps
 from torchstore_snapshot.series.survey import folder_name
 from torchstore_snapshot.storage.opening import open_storage
 from torchstore_snapshot.taking.take import TakeOptions, commit, discard, prepare, write
@@ -320,3 +321,25 @@ def test_names() -> None:
 def test_a_grace_is_not_negative(tmp_path: Path, grace: float) -> None:
     with pytest.raises(ts.ConfigurationError, match="grace"):
         gc(tmp_path, grace=grace)
+
+
+def test_a_folder_goes_with_the_last_file_that_others_referred_to(tmp_path: Path) -> None:
+    kept = StateDict(w=torch.ones(3000))
+    for step in range(3):
+        base = f"{tmp_path}/{step - 1}" if step else None
+        Snapshot.take(f"{tmp_path}/{step}", {"m": kept, "n": StateDict(step=step)}, base=base)
+    assert gc(tmp_path, keep_last=1).dropped == ("0", "1")
+    assert sorted(os.listdir(tmp_path)) == ["0", "2"]
+    Snapshot.take(f"{tmp_path}/3", {"m": StateDict(w=torch.zeros(3000))})
+    gc(tmp_path, keep_last=1)
+    assert os.listdir(tmp_path) == ["3"]
+
+
+def test_a_folder_whose_snapshot_others_have_removed_meanwhile_goes_with_the_claim(
+    tmp_path: Path,
+) -> None:
+    """Those who removed the snapshot could not remove the folder, with the claim in it."""
+    folder = tmp_path / "0"
+    folder.mkdir()
+    assert mend_maps(open_storage(folder)) == []
+    assert not folder.exists()

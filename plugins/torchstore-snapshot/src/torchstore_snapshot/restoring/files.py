@@ -8,10 +8,16 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import NamedTuple, Protocol, TypeVar
 
-from torchstore_snapshot.errors import SnapshotCorruptError
+from torchstore_core.errors import TorchStoreError
+from torchstore_snapshot.errors import (
+    SnapshotCorruptError,
+    SnapshotNotFoundError,
+    SnapshotReplacedError,
+)
 from torchstore_snapshot.format.manifest import Manifest, Piece
 from torchstore_snapshot.restoring.mappings import MappedFile
 from torchstore_snapshot.storage.base import Maps, Reader, Storage
+from torchstore_snapshot.storage.opening import read_manifest
 
 __all__ = ["Files", "Rows", "adjacent"]
 
@@ -154,14 +160,32 @@ class Files:
             raise self.corrupt(index, "became shorter while it was read, or its disk failed", path)
 
     def corrupt(self, index: int, what: str, path: str | None = None) -> SnapshotCorruptError:
-        """Return the error for a damaged file; ``path`` is the tensor concerned."""
+        """Return the error for a damaged file, unless it is one of a snapshot that is there no
+        longer; ``path`` is the tensor concerned.
+        """
         name = self._manifest.files[index].name
+        if self._replaced():
+            return SnapshotReplacedError(
+                f"the snapshot {self._storage.url!r} was replaced or removed since its manifest "
+                f"was read: {name!r} {what}; open it again",
+                key=path,
+                details={"path": self._storage.url, "file": name},
+            )
         return SnapshotCorruptError(
             f"the snapshot {self._storage.url!r} is damaged: {name!r} {what}; restore another "
             "snapshot",
             key=path,
             details={"path": self._storage.url, "file": name},
         )
+
+    def _replaced(self) -> bool:
+        """Whether what is at the path is another snapshot, or none."""
+        try:
+            return read_manifest(self._storage).take != self._manifest.take
+        except SnapshotNotFoundError:
+            return True
+        except (TorchStoreError, OSError):
+            return False
 
     def damaged(self, piece: Piece, path: str) -> SnapshotCorruptError:
         """Return the error for a piece whose hash is wrong."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torchstore_snapshot.errors import SnapshotCorruptError
+from torchstore_snapshot.errors import SnapshotCorruptError, SnapshotReplacedError
 from torchstore_snapshot.format.manifest import Manifest, ObjectEntry, Piece
 from torchstore_snapshot.progress import Progress, metered
 from torchstore_snapshot.restoring.checking import check_ranges, whole_piece
@@ -47,6 +47,8 @@ def verify_all(
                 files.reader(index)
                 files.map(index)
                 check_ranges(files, [whole_piece(*each) for each in mine], advance)
+            except SnapshotReplacedError:
+                raise  # nothing is damaged
             except SnapshotCorruptError as error:
                 if error.key is None:  # the file as a whole
                     damaged |= dict.fromkeys((path for path, _ in mine), error)

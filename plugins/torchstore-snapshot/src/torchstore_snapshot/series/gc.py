@@ -91,7 +91,7 @@ def gc(
 
     May run at any time, beside takes, restores and other garbage collections. A file is removed
     only if no snapshot in the series refers to it and no running take may. (A snapshot that is
-    dropped while it is being restored ends that restore with SnapshotCorruptError.)
+    dropped while it is being restored ends that restore with SnapshotReplacedError.)
 
     A snapshot whose manifest cannot be used stays, with its files and with all that it may refer
     to: it can only refer to what was committed before it. What takes have left that died before
@@ -187,7 +187,9 @@ def _gc(text: str, keep_last: int | None, dry_run: bool, grace: float | None) ->
         # begins, which then makes the folder again.
         unnamed = {name for name in seen.files if take_of(name)}
         died = set() if single else unnamed | {*seen.dead.values()} - seen.manifests.keys()
-        for name in gone.keys() | died:
+        # Files may have stayed for others that referred to them when a snapshot was dropped.
+        emptied = set() if single else {file.snapshot for file in files} - seen.manifests.keys()
+        for name in gone.keys() | died | emptied:
             place.folder(name).remove_if_empty()
     return GcReport(
         place.url if not single else own.url,

@@ -161,6 +161,7 @@ def _announced(folder: Storage, take: str, grace: float, *, alone: bool = False)
         yield not any(not record.retires for record in others) and not (alone and len(others) > 1)
     finally:
         claim.release()
+        folder.remove_if_empty()  # who has removed all that was there could not, beside this claim
 
 
 def await_retirement(folder: Storage) -> None:
