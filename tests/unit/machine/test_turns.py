@@ -78,7 +78,8 @@ def run(counts: Path, body: str) -> None:
 
 
 def test_all_that_takes_long_has_turns(counts: Path):
-    run(counts, "found = {name: count(name)[0] for name in ways}\nassert all(found.values()), found")
+    body = "found = {name: count(name)[0] for name in ways}\nassert all(found.values()), found"
+    run(counts, body)
 
 
 def test_who_does_not_get_the_processor_back_soon_keeps_it_longer(counts: Path):
