@@ -76,6 +76,19 @@ async def test_a_ref_gives_exactly_its_version(shared, numel, k):
     assert torch.equal((await ts.get_batch([second]))[k], torch.ones(numel))
 
 
+async def test_one_version_that_is_put_twice_at_once(shared, k):
+    """As by ranks that all put the same: the error says which key, and what to do."""
+    large = torch.zeros(2_000_000)
+    first, second = await asyncio.gather(
+        *(ts.put_state_dict({"w": large}, k, version=7) for _ in range(2)), return_exceptions=True
+    )
+    assert first == ts.ObjectRef(k, 7)
+    assert isinstance(second, ts.ConfigurationError)
+    assert f"another call is putting version 7 of '{k}'" in second.message
+    assert "pass participants=" in second.message
+    assert second.key == k
+
+
 async def test_versions_that_never_were(shared, k):
     await ts.put(k, 1)
     for version in (0, -1, 2, 99, 1 << 62, 1 << 70):

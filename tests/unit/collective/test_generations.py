@@ -478,8 +478,9 @@ def test_a_participant_cannot_put_a_version_twice_at_once(store: Controller) -> 
     first, second = ranks(store)
     begun = first.begin(tensor("all"), version=3, fill=1)
     for rank in (first, first.again()):
-        with pytest.raises(ConfigurationError, match="participant 0 is putting version 3"):
+        with pytest.raises(ConfigurationError, match="participant 0 is putting version 3") as e:
             rank.put(tensor("all"), version=3)
+        assert "each have a participant= of their own" in e.value.message
     assert first.commit(begun) == 3
     assert second.put(obj("own"), version=3) == 3
     assert numbers(store) == {1}

@@ -105,9 +105,11 @@ def find(store_name: str) -> JoinedStore:
         ConfigurationError: that is no name of a store, or the environment prefers or blocks what
             nobody has installed here.
     """
-    store = known(store_name)
+    # Every call comes here: known() with its check is for those that are about to fail.
+    store = _stores.get(store_name) if type(store_name) is str else known(store_name)
     if store is not None:
         return store
+    check_store_name(store_name)
     address = address_of(store_name)
     if address is None:
         raise StoreClosedError(

@@ -188,9 +188,14 @@ class KeyHistory(msgspec.Struct, eq=False):
             replaced = [c for c in ended if (c.session.closed or 0) <= session.opened]
         if earlier is not None:
             if not earlier.committed:
+                who = f"participant {participant}" if participant else "another call"
+                own = "pass participants= to put_state_dict"
+                if participant:
+                    own = "each have a participant= of their own"
                 raise ConfigurationError(
-                    f"participant {participant} is putting version {generation.version} at this "
-                    "moment"
+                    f"{who} is putting version {generation.version} of {key!r} at this moment; "
+                    f"several that put it together {own}",
+                    key=key,
                 )
             replaced.append(earlier)
         if len(replaced) == len(generation.contributions):
