@@ -376,7 +376,7 @@ def test_how_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert copying.copy_threads() == min(len(os.sched_getaffinity(0)), 8)
     monkeypatch.setenv("TORCHSTORE_COPY_THREADS", "3")
     assert copying.copy_threads() == 3
-    for wrong in ("0", "-1", "many", "1.5"):
+    for wrong in ("0", "-1", "many", "1.5", "²"):
         monkeypatch.setenv("TORCHSTORE_COPY_THREADS", wrong)
         with pytest.raises(ConfigurationError, match="TORCHSTORE_COPY_THREADS"):
             copying.copy_threads()

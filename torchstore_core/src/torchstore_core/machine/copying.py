@@ -76,7 +76,7 @@ def copy_threads() -> int:
     """
     text = os.environ.get("TORCHSTORE_COPY_THREADS", "")
     if text:
-        if not text.isdigit() or int(text) < 1:
+        if not text.isdecimal() or int(text) < 1:
             raise ConfigurationError(f"TORCHSTORE_COPY_THREADS={text!r} is not a positive number")
         return int(text)
     return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4, 8)

@@ -125,7 +125,8 @@ class StatusReport(msgspec.Struct, frozen=True):
         incarnation: a random number that the store's memory was given when it began. A store that
             starts again without its memory has another one, and its versions start at 1 again.
         keys: the number of keys.
-        operations: the number of requests of each kind since the start.
+        uptime_s: since its server was started; one that came back begins anew.
+        operations: the number of requests of each kind that this server has had.
         plugin_errors: why plug-ins do not work, by name.
         pending: the first unfinished versions.
         pending_versions: the number of all unfinished versions.

@@ -62,7 +62,7 @@ def client_facts(
 
     def number(name: str) -> int | None:
         text = environment.get(name, "")
-        return int(text) if text.isdigit() else None
+        return int(text) if text.isdecimal() else None
 
     rank, local_rank = ranks or (number("RANK"), number("LOCAL_RANK"))
     return ClientFacts(here.pid, here.host_id, here.hostname, rank, local_rank, role)
