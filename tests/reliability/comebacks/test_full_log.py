@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 import os
 import resource
-import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
+from tests.processes import run_script
 from tests.reliability.harness import MB, is_running, kill
 from tests.support import running_store, until
 
@@ -107,28 +106,18 @@ async def leased_is_given_back() -> bool:
 
 
 JOIN = """
-import asyncio, sys
-import torchstore_core as ts
-
-async def main():
-    try:
-        await ts.connect(sys.argv[1])
-        await ts.put("other", 1)
-    except ts.StoreFullError as error:
-        print("refused:", error.details["reason"])
-    await ts.shutdown()
-
-asyncio.run(main())
+try:
+    await ts.connect({address!r})
+    await ts.put("other", 1)
+except ts.StoreFullError as error:
+    print("refused:", error.details["reason"])
+await ts.shutdown()
 """
 
 
 async def join(address: str) -> str:
     """What another process says that joins the store, and puts something."""
-    command = sys.executable, "-c", JOIN, address
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-    said, _ = await process.communicate()
-    assert process.returncode == 0
-    return said.decode().strip()
+    return (await run_script(JOIN.format(address=address))).strip()
 
 
 async def test_another_client_is_refused_and_comes_later(store: ts.Client) -> None:
