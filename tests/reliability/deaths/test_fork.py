@@ -6,13 +6,13 @@ import asyncio
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 import torch
+from tests.processes import Program
 from tests.reliability import children
 from tests.reliability.harness import (
     MB,
@@ -208,7 +208,7 @@ async def test_a_fork_in_the_middle_of_a_put():
         await settled(Account(1, 64 * MB + VALUE))
 
 
-async def test_a_killed_parents_unfinished_put_goes_though_its_child_lives_on():
+async def test_a_killed_parents_unfinished_put_goes_though_its_child_lives_on(tmp_path: Path):
     """The child keeps what it inherited; what only the parent could have committed is given up."""
     code = textwrap.dedent(
         """
@@ -235,11 +235,10 @@ async def test_a_killed_parents_unfinished_put_goes_though_its_child_lives_on():
         asyncio.run(main())
         """
     )
+    program = tmp_path / "program.py"
+    program.write_text(code)
     async with running_store() as client:
-        parent = subprocess.Popen(
-            [sys.executable, "-c", code, client.address], stdout=subprocess.PIPE
-        )
-        assert parent.stdout is not None
+        parent = Program(program, client.address, environment=os.environ)
         child = int(await asyncio.to_thread(parent.stdout.readline))
         try:
             volume = (await ts.status()).volumes[0]
@@ -256,6 +255,7 @@ async def test_a_killed_parents_unfinished_put_goes_though_its_child_lives_on():
             os.kill(child, signal.SIGKILL)
             parent.kill()
             parent.wait()
+            parent.stdin.close()
             parent.stdout.close()
 
         async def given_back() -> bool:
