@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from torchstore_core.errors import ConfigurationError, UnsupportedValueError
-from torchstore_snapshot import Snapshot, StateDict
+from torchstore_snapshot import Snapshot, SnapshotNotFoundError, StateDict
 from torchstore_snapshot.converting import convert
 from torchstore_snapshot.format import safetensors_files
 
@@ -104,3 +104,19 @@ def test_a_glob_alone_is_no_list_of_globs(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="list of globs"):
         Snapshot.take(tmp_path / "s", {"m": StateDict()}, replicated="m/*")  # type: ignore[arg-type]
     assert not (tmp_path / "s").exists()
+
+
+def test_what_is_in_a_container_without_tensors_is_read_by_its_path(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    values = {"a": {1: [5, {"b.c": 6, "d": (7, None)}], "e": {"f/g": 8}}, "a.x": [1, 2], "n": 3}
+    snapshot = Snapshot.take(tmp_path, {"optim": optimizer, "m": StateDict(values)}, fsync=False)
+    assert snapshot.read_object("0/optim/param_groups/0/lr") == 0.25
+    assert snapshot.read_object("optim/param_groups.0.params.1") == 1
+    assert snapshot.read_object("m/a/1/0") == 5
+    assert snapshot.read_object("m/a.1.1.d.1") is None
+    assert snapshot.read_object("m/a.x/1") == 2
+    assert snapshot.read_object("m/a.x") == [1, 2]
+    for path in ("m/a/2", "m/a/1/2", "m/a/1/-1", "m/n/0", "m/a/1/0/0", "optim/param_groups/0/z"):
+        with pytest.raises(SnapshotNotFoundError, match=path):
+            snapshot.read_object(path)

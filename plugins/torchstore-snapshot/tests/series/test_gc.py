@@ -343,3 +343,15 @@ def test_a_folder_whose_snapshot_others_have_removed_meanwhile_goes_with_the_cla
     folder.mkdir()
     assert mend_maps(open_storage(folder)) == []
     assert not folder.exists()
+
+
+def test_a_folder_in_the_place_of_a_map_does_not_end_a_collection(tmp_path: Path) -> None:
+    for step in range(2):
+        Snapshot.take(tmp_path / str(step), state(step))
+    map_ = tmp_path / "1" / "m.safetensors.index.json"
+    map_.unlink()
+    map_.mkdir()
+    report = gc(tmp_path, keep_last=1)
+    assert (report.dropped, report.kept, report.mended) == (("0",), ("1",), ())
+    assert os.listdir(tmp_path) == ["1"]
+    assert map_.is_dir()

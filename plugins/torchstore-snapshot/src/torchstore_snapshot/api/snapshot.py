@@ -258,7 +258,8 @@ class Snapshot:
         """Read one object, and nothing else of the snapshot.
 
         Args:
-            path: ``"key/name"``, or ``"rank/key/name"``.
+            path: ``"key/name"``, or ``"rank/key/name"``. What is in a container without tensors,
+                which is one object, can be read by itself: ``"optim/param_groups/0/lr"``.
             obj_out: a tensor, DTensor or numpy array to read into; None: a new tensor on the host.
             memory_budget_bytes: bytes of memory that may be used in addition to the tensor that is
                 returned (at least 64 KiB are); None: what is fastest. Files are not mapped then,

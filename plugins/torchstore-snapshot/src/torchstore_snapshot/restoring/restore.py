@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -213,8 +214,9 @@ def _object(files: Files, path: str, entry: ObjectEntry, *, allow_pickle: bool) 
     return decode_object(path, ObjectMeta(entry.codec), data, allow_pickle=allow_pickle)
 
 
-def find(manifest: Manifest, path: str, url: str, rank: int = 0) -> tuple[str, Entry]:
-    """Return the entry of an object, and its path without a rank.
+def find(manifest: Manifest, path: str, url: str, rank: int = 0) -> tuple[str, Entry, list[str]]:
+    """Return the entry of an object, its path without a rank, and where in the entry's value the
+    object is: the steps into a container without tensors, which is one entry.
 
     Args:
         path: ``"key/name"``, or ``"rank/key/name"`` for what that rank alone has; names of nested
@@ -231,16 +233,52 @@ def find(manifest: Manifest, path: str, url: str, rank: int = 0) -> tuple[str, E
     candidates = [(rank, path)]
     if first.isdecimal() and rest:
         candidates.append((int(first), rest))
+    around: tuple[str, Entry, list[str]] | None = None
     for which, rest in candidates:
         entries = manifest.of_rank(which)
         for key, named in entries.items():
             if not rest.startswith(key + "/"):
                 continue
             name = rest[len(key) + 1 :]
-            for spelt in (name, name.replace("/", ".")):
-                if spelt in named:
-                    return f"{key}/{spelt}", named[spelt]
-    raise SnapshotNotFoundError(
+            for outer, steps in _divisions(name):
+                entry = named.get(outer)
+                if entry is not None and not steps:
+                    return f"{key}/{outer}", entry, steps
+                if around is None and isinstance(entry, ObjectEntry):
+                    around = f"{key}/{outer}", entry, steps
+    if around is None:
+        raise _not_found(path, url)
+    return around
+
+
+def _divisions(name: str) -> Iterator[tuple[str, list[str]]]:
+    """The entries that a name may be in, the longest name first, and the steps from there."""
+    yield name, []
+    yield name.replace("/", "."), []
+    for dot in reversed([*re.finditer("[./]", name)]):
+        outer, inner = name[: dot.start()], re.split("[./]", name[dot.end() :])
+        yield outer, inner
+        yield outer.replace("/", "."), inner
+
+
+def _within(value: Any, steps: Sequence[str]) -> Any:
+    """Return what is in a container.
+
+    Raises:
+        LookupError, ValueError: it is not there.
+    """
+    for step in steps:
+        if isinstance(value, dict):
+            value = value[step] if step in value else value[int(step)]
+        elif isinstance(value, list | tuple) and step.isdecimal():
+            value = value[int(step)]
+        else:
+            raise LookupError(step)
+    return value
+
+
+def _not_found(path: str, url: str) -> SnapshotNotFoundError:
+    return SnapshotNotFoundError(
         f"the snapshot {url!r} has no {path!r}; get_manifest() shows what it has",
         key=path,
         details={"path": url},
@@ -267,7 +305,7 @@ def read_object(
     if tensor_slice is not None and not isinstance(tensor_slice, TensorSlice):
         raise ConfigurationError(f"tensor_slice is a TensorSlice, or None, not {tensor_slice!r}")
     destination = _destination(obj_out)
-    where, entry = find(manifest, path, storage.url, rank)
+    where, entry, steps = find(manifest, path, storage.url, rank)
     with Files(storage, manifest) as files:
         if isinstance(entry, ObjectEntry):
             if destination is not None or tensor_slice is not None:
@@ -276,7 +314,11 @@ def read_object(
                     "into a tensor",
                     key=where,
                 )
-            return _object(files, where, entry, allow_pickle=allow_pickle)
+            value = _object(files, where, entry, allow_pickle=allow_pickle)
+            try:
+                return _within(value, steps)
+            except (LookupError, ValueError) as error:
+                raise _not_found(path, storage.url) from error
         if destination is None and obj_out is not None:
             raise LayoutMismatchError(
                 f"{where!r} is a tensor in the snapshot, and obj_out a "

@@ -136,8 +136,9 @@ def mend_maps(folder: Storage, grace: float = GRACE_S) -> list[str]:
         except (SnapshotFormatError, SnapshotCorruptError):
             return []
         for name, data in stale_maps(folder, manifest, folder.list()).items():
-            folder.publish(name, data, take=manifest.take, overwrite=True, durable=True)
-            mended.append(name)
+            with contextlib.suppress(IsADirectoryError):  # of somebody else, in its place
+                folder.publish(name, data, take=manifest.take, overwrite=True, durable=True)
+                mended.append(name)
         try:
             read_manifest(folder)
         except SnapshotNotFoundError:
