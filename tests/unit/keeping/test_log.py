@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.machine.native import needs_native
+from tests.unit.copying.native import needs_native
 
 from torchstore_core.server.keeping import log as module
 from torchstore_core.server.keeping.log import Log, Record

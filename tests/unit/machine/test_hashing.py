@@ -10,7 +10,7 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.machine.native import needs_native
+from tests.unit.copying.native import needs_native
 
 from torchstore_core.machine import copying
 from torchstore_core.machine.copying import HASH_MIN, hash_runs

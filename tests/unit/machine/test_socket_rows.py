@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support import until
-from tests.unit.machine.native import needs_native
+from tests.unit.copying.native import needs_native
 
 from torchstore_transports.tcp.wire import rows as socket_rows
 from torchstore_transports.tcp.wire.rows import MemoryRows, receive_rows, send_rows

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
     multiple,
     rule,
 )
-from tests.unit.machine.native import needs_native
+from tests.unit.copying.native import needs_native
 
 from torchstore_core.server.memory.segment import open_memory
 from torchstore_core.server.spilling.checksums import checksum

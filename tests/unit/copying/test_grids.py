@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.machine.native import needs_native
+from tests.unit.copying.native import needs_native
 
 from torchstore_core.clients.values import tensors
 from torchstore_core.machine import copying

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-from tests.unit.machine.native import needs_native
-from tests.unit.machine.test_copying import noise
+from tests.unit.copying.native import needs_native
+from tests.unit.copying.test_copying import noise
 
 from torchstore_core.machine import copying
 

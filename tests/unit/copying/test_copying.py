@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support import until
-from tests.unit.machine.native import needs_native
+from tests.unit.copying.native import needs_native
 
 from torchstore_core.errors import ConfigurationError
 from torchstore_core.machine import copying

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.unit.machine.native import COMPILER, needs_native
+from tests.unit.copying.native import COMPILER, needs_native
 
 pytestmark = [
     needs_native,
