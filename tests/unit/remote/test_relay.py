@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from tests.integration.attacks.hostile import HELLO, Raw
@@ -19,6 +20,7 @@ from tests.support import turn, until
 from tests.unit.remote.relays import Backstage, Relayed
 
 import torchstore_core as ts
+from torchstore_core.machine import topology
 from torchstore_core.server.remote import relay
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import encode
@@ -418,6 +420,37 @@ async def test_a_server_that_ends_is_told_once(relayed: Relayed) -> None:
         await client.put("k", 1)
     await until(lambda: relayed.losses == 1)
     await ts.shutdown(relayed.address)
+
+
+async def _end(relayed: Relayed, within: float) -> float:
+    """How long the end of the server's side takes that waits until the relay knows of it."""
+    began = time.monotonic()
+    await asyncio.to_thread(relayed.stage.do, relayed.relay_server.end("it ends", within), 30)
+    return time.monotonic() - began
+
+
+async def test_a_relay_that_waits_is_told_by_its_poll(relayed: Relayed) -> None:
+    """It polls no more."""
+    await until(lambda: relayed.uplink.calls["poll"] == 1)
+    assert await _end(relayed, 30) < 20
+    await until(lambda: relayed.losses == 1)
+    assert relayed.uplink.calls["poll"] == 1
+
+
+@pytest.mark.parametrize("polls", [True, False])
+async def test_a_relay_between_two_polls_is_waited_for(relayed: Relayed, polls: bool) -> None:
+    """One that polls no more, for as long as was said."""
+    server, stage = relayed.relay_server, relayed.stage
+    token = stage.call(server.open, msgspec.msgpack.encode(topology.probe()))
+    ending = asyncio.ensure_future(_end(relayed, 30 if polls else 0.5))
+    await until(lambda: relayed.losses == 1)  # the other one knows
+    if polls:
+        assert not ending.done()
+        with pytest.raises(ts.StoreClosedError):
+            await asyncio.to_thread(stage.do, server.poll(token))
+        assert await ending < 20
+    else:
+        assert await ending >= 0.5
 
 
 async def test_an_unknown_relay_is_told_so(relayed: Relayed) -> None:

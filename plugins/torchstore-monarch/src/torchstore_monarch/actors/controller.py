@@ -39,6 +39,9 @@ _ASK_S = 5.0
 _END_S = 3.0
 # How long relays are told that the server has gone, before this process follows it.
 _TELL_S = 0.5
+# How long it may take until each relay has polled, and so knows that the store has ended. None may
+# poll after that: the engine ends an actor that calls one that has stopped.
+_POLLED_S = 2.0
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +64,7 @@ class ControllerActor(Actor):
         self._forwarder: Forwarder | None = None
         self._directory: SweptDirectory | None = None
         self._ending: asyncio.Task[None] | None = None
+        self._ended = False
 
     @concurrent_endpoint
     async def begin(self, request: bytes) -> tuple[bytes, tuple[str, str, int, int] | None]:
@@ -198,7 +202,7 @@ class ControllerActor(Actor):
 
     async def _open_uplink(self, here: bytes, agent: str, back: Any) -> tuple[bytes, Any]:
         core, uplinks = self._core, self._uplinks
-        if core is None or uplinks is None:
+        if core is None or uplinks is None or self._ended:
             raise StoreClosedError(_ENDED)
         return await core.call(uplinks.open, here, agent, back)
 
@@ -213,10 +217,12 @@ class ControllerActor(Actor):
     @concurrent_endpoint
     async def end(self) -> list[str]:
         """Close everything. Returns the ids of the volumes that had been lost before."""
-        core, self._core = self._core, None
-        if core is None:
+        core = self._core
+        if core is None or self._ended:
             return []
+        self._ended = True
         lost = await core.run(self._end())
+        self._core = None  # until now, relays have been told
         core.close()
         return lost
 
@@ -239,7 +245,7 @@ class ControllerActor(Actor):
         if self._forwarder is not None:
             await self._forwarder.close()
         if self._relay_server is not None:
-            self._relay_server.close(why=why)
+            await self._relay_server.end(why, _POLLED_S)
         if self._uplinks is not None:
             self._uplinks.close()
         if self._directory is not None:

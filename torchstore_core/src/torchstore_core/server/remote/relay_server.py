@@ -14,6 +14,7 @@ calls of the distributed engine that take and return opaque bytes. Nothing liste
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -116,6 +117,7 @@ class _RemoteRelay:
         self._outbox: list[RelayReply] = []
         self._filled = asyncio.Event()
         self._exchanging = False
+        self._closed = ""  # why, once it is
 
     def exchange(self, requests: list[RelayRequest]) -> list[RelayReply]:
         self.last_heard = self._clock()
@@ -154,10 +156,13 @@ class _RemoteRelay:
             await asyncio.wait_for(self._filled.wait(), self._poll_s)
         except TimeoutError:
             return []
+        if self._closed and not self._outbox:
+            raise StoreClosedError(self._closed)
         return self._take_outbox()
 
     def close(self, why: str) -> None:
         """End all conversations of a relay that is gone; its clients may still be running."""
+        self._closed = why
         self._filled.set()  # ends a poll that is waiting
         conversations = list(self._conversations.values())
         self._conversations.clear()
@@ -218,6 +223,8 @@ class RelayServer:
         self._clock = clock
         self._expire_s = expire_s
         self._relays: dict[bytes, _RemoteRelay] = {}
+        self._untold: set[bytes] = set()  # relays that do not know yet that this has ended
+        self._told = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._check()
 
@@ -255,9 +262,15 @@ class RelayServer:
         """Wait for replies; returns an encoded list of :class:`RelayReply`, which may be empty.
 
         Raises:
-            StoreClosedError: as for :meth:`exchange`.
+            StoreClosedError: as for :meth:`exchange`, or the uplink was closed meanwhile.
         """
-        return msgspec.msgpack.encode(await self._relay(token).poll())
+        try:
+            return msgspec.msgpack.encode(await self._relay(token).poll())
+        except StoreClosedError:
+            self._untold.discard(token)
+            if not self._untold:
+                self._told.set()
+            raise
 
     def token_of(self, peer: bytes) -> bytes | None:
         """Return the token of the uplink through which a client has reached the server; None if it
@@ -267,6 +280,17 @@ class RelayServer:
             peer: the id by which transports know the client, see ``TransportServer.handshake``.
         """
         return next((token for token, one in self._relays.items() if one.carries(peer)), None)
+
+    async def end(self, why: str, timeout: float) -> None:
+        """Close all uplinks, and wait until every relay has been told so in answer to a poll; after
+        that none calls any more. A relay that does not poll within ``timeout`` seconds is not told.
+        """
+        self._untold.update(self._relays)
+        self._told.clear()
+        self.close(why=why)
+        if self._untold:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._told.wait(), timeout)
 
     def close(self, token: bytes | None = None, why: str = "its relay has closed") -> None:
         """Close the uplink ``token`` (None: all uplinks)."""
