@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import inspect
+import itertools
 import os
 import signal
 import socket
@@ -26,8 +28,10 @@ from torchstore_core.plugins.registry import Registry
 __all__ = [
     "RUNTIMES",
     "SMALL",
+    "at_rest",
     "bits",
     "disk_of",
+    "emptied",
     "ends_within",
     "free_port",
     "halt",
@@ -184,6 +188,27 @@ async def running_store(runtime: str = "local", **arguments: Any) -> AsyncIterat
         yield client
     finally:
         await ts.shutdown(client.store_name)
+
+
+async def at_rest(client: ts.Client) -> None:
+    """Wait until nobody writes or holds memory of a store. What was read is given back in the
+    background, and not before the collector has found it.
+    """
+    looks = itertools.count()
+
+    async def nothing_held() -> bool:
+        if next(looks):
+            gc.collect()
+        volumes = (await client.status()).volumes
+        return not any(volume.leased_bytes or volume.unfinished_bytes for volume in volumes)
+
+    await until(nothing_held)
+
+
+async def emptied(client: ts.Client) -> None:
+    """Make a store that tests share as it was for the first of them, but for its versions."""
+    await client.delete_batch(await client.keys())
+    await at_rest(client)
 
 
 @contextmanager
