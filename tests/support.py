@@ -37,6 +37,7 @@ __all__ = [
     "halt",
     "load_all",
     "named_memory",
+    "open_files",
     "running_store",
     "server_children",
     "start_store",
@@ -151,6 +152,17 @@ def free_port() -> int:
     return port
 
 
+def open_files(pid: int | str = "self") -> dict[Path, str]:
+    """The open files of a process, as links of /proc, and what each is; without those that are
+    closed at this moment.
+    """
+    found: dict[Path, str] = {}
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found[link] = os.readlink(link)
+    return found
+
+
 def named_memory(pids: Iterable[int]) -> set[Path]:
     """Files in /dev/shm that processes have mapped or opened, and that still have a name."""
     found: set[str] = set()
@@ -158,9 +170,7 @@ def named_memory(pids: Iterable[int]) -> set[Path]:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it just ended
             lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
             found |= {line.split(maxsplit=5)[5] for line in lines if "/" in line}
-            for entry in Path(f"/proc/{pid}/fd").iterdir():
-                with contextlib.suppress(FileNotFoundError):  # it was just closed
-                    found.add(str(entry.readlink()))
+            found.update(open_files(pid).values())
     return {path for name in found if (path := Path(name)).parts[:3] == _SHM and path.exists()}
 
 
