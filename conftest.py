@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from tests import processes, profiles
-from tests.support import RUNTIMES, running_store, start_store
+from tests.support import RUNTIMES, emptied, running_store, start_store
 
 import torchstore_core as ts
 
@@ -255,7 +255,7 @@ async def shared(module_store: None) -> AsyncIterator[ts.Client]:
     """The module's store, empty: for many short tests that are not about starting one."""
     client = await ts.client()
     yield client
-    await client.delete_batch(await client.keys())
+    await emptied(client)
 
 
 _numbers = itertools.count()
@@ -264,4 +264,4 @@ _numbers = itertools.count()
 @pytest.fixture
 def k() -> str:
     """A key that no test has used: its versions begin at 1 in a shared store, too."""
-    return f"k{next(_numbers)}"
+    return f"unused{next(_numbers)}"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import inspect
+import itertools
 import os
 import signal
 import socket
@@ -26,13 +28,16 @@ from torchstore_core.plugins.registry import Registry
 __all__ = [
     "RUNTIMES",
     "SMALL",
+    "at_rest",
     "bits",
     "disk_of",
+    "emptied",
     "ends_within",
     "free_port",
     "halt",
     "load_all",
     "named_memory",
+    "open_files",
     "running_store",
     "server_children",
     "start_store",
@@ -147,6 +152,17 @@ def free_port() -> int:
     return port
 
 
+def open_files(pid: int | str = "self") -> dict[Path, str]:
+    """The open files of a process, as links of /proc, and what each is; without those that are
+    closed at this moment.
+    """
+    found: dict[Path, str] = {}
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found[link] = os.readlink(link)
+    return found
+
+
 def named_memory(pids: Iterable[int]) -> set[Path]:
     """Files in /dev/shm that processes have mapped or opened, and that still have a name."""
     found: set[str] = set()
@@ -154,9 +170,7 @@ def named_memory(pids: Iterable[int]) -> set[Path]:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it just ended
             lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
             found |= {line.split(maxsplit=5)[5] for line in lines if "/" in line}
-            for entry in Path(f"/proc/{pid}/fd").iterdir():
-                with contextlib.suppress(FileNotFoundError):  # it was just closed
-                    found.add(str(entry.readlink()))
+            found.update(open_files(pid).values())
     return {path for name in found if (path := Path(name)).parts[:3] == _SHM and path.exists()}
 
 
@@ -184,6 +198,27 @@ async def running_store(runtime: str = "local", **arguments: Any) -> AsyncIterat
         yield client
     finally:
         await ts.shutdown(client.store_name)
+
+
+async def at_rest(client: ts.Client) -> None:
+    """Wait until nobody writes or holds memory of a store. What was read is given back in the
+    background, and not before the collector has found it.
+    """
+    looks = itertools.count()
+
+    async def nothing_held() -> bool:
+        if next(looks):
+            gc.collect()
+        volumes = (await client.status()).volumes
+        return not any(volume.leased_bytes or volume.unfinished_bytes for volume in volumes)
+
+    await until(nothing_held)
+
+
+async def emptied(client: ts.Client) -> None:
+    """Make a store that tests share as it was for the first of them, but for its versions."""
+    await client.delete_batch(await client.keys())
+    await at_rest(client)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.integration.servers import ServerThread
-from tests.support import turn, until
+from tests.support import emptied, turn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -95,16 +95,11 @@ def server() -> Iterator[ServerThread]:
         yield made
 
 
-async def _is_empty(client: ts.Client) -> bool:
-    return not (await client.status()).volumes[0].used_bytes
-
-
 @pytest.fixture(params=WAYS)
 async def client(server: ServerThread, request: pytest.FixtureRequest) -> AsyncIterator[ts.Client]:
     made = await ts.connect(server.address, store_name="here", block=WAYS[request.param])
     yield made
-    await made.delete_batch(await made.keys())
-    await until(lambda: _is_empty(made))  # what was mapped is given back over another connection
+    await emptied(made)
     await ts.shutdown("here")
 
 

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.integration.servers import ServerThread
 from tests.integration.test_freed_storage import REFUSED, SIZE, WAYS, WindowLink
-from tests.support import turn, until
+from tests.support import emptied, turn
 
 import torchstore_core as ts
 from torchstore_core.clients.transfer import executor
@@ -42,16 +42,11 @@ def server() -> Iterator[ServerThread]:
         yield made
 
 
-async def _is_empty(client: ts.Client) -> bool:
-    return not (await client.status()).volumes[0].used_bytes
-
-
 @pytest.fixture
 async def client(server: ServerThread, request: pytest.FixtureRequest) -> AsyncIterator[ts.Client]:
     made = await ts.connect(server.address, store_name="many", block=WAYS[request.param])
     yield made
-    await made.delete_batch(await made.keys())
-    await until(lambda: _is_empty(made))  # what was mapped is given back over another connection
+    await emptied(made)
     await ts.shutdown("many")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.support import open_files
 
 import torchstore_core as ts
 from torchstore_core.clients.stores import table as stores
@@ -227,5 +228,4 @@ async def zero_copy(key: str) -> bool:
 async def store_maps() -> int:
     """How many mappings and descriptors of volumes this process has."""
     maps = Path("/proc/self/maps").read_text().count("memfd:torchstore")
-    fds = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-    return maps + sum("memfd:torchstore" in fd for fd in fds)
+    return maps + sum("memfd:torchstore" in file for file in open_files().values())

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support import emptied
 
 import torchstore_core as ts
 from torchstore_core.clients.stores.environment import ADDRESS
@@ -59,7 +60,7 @@ class _Plugin:
     async def shared(self, module_store: None) -> AsyncIterator[ts.Client]:
         client = await ts.client()
         yield client
-        await client.delete_batch(await client.keys())
+        await emptied(client)
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         """Only what can do with that store."""

@@ -37,6 +37,7 @@ filterwarnings =
 """
 _STORE = '''
 import asyncio
+import contextlib
 import pathlib
 
 import torch
@@ -45,7 +46,10 @@ import torchstore_core as ts
 
 def sockets(pid):
     """Where that process listens, in the lines of the kernel."""
-    links = [path.readlink().name for path in pathlib.Path(f"/proc/{pid}/fd").iterdir()]
+    links = []
+    for path in pathlib.Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it is closed at this moment
+            links.append(path.readlink().name)
     inodes = {link[8:-1] for link in links if link.startswith("socket:")}
     lines = [
         line.split()

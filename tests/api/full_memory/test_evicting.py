@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support import running_store
+from tests.support import at_rest, running_store
 
 import torchstore_core as ts
 from torchstore_core.contracts.runtime import StoreOptions
@@ -90,7 +90,7 @@ async def test_what_a_reference_holds_stays(cache):
     assert await ts.exists("m")
     assert torch.equal(await ts.get(refs[0]), value(1))
     await ts.free(refs)
-    gc.collect()
+    await at_rest(cache)
     for at in range(4):
         await ts.put(f"more{at}", value(at))
     assert not await ts.exists("held")

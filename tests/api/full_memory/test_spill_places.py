@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support import disk_of, running_store, until
+from tests.support import disk_of, open_files, running_store, until
 
 import torchstore_core as ts
 from torchstore_cli.doctor.examination import examine
@@ -31,9 +31,9 @@ async def away(key: str) -> int:
 
 def spill_file(pid: int, folder: Path) -> Path:
     """The open file of a server in a folder, which has no name there."""
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        if os.readlink(entry).startswith(str(folder)):
-            return entry
+    for link, file in open_files(pid).items():
+        if file.startswith(str(folder)):
+            return link
     raise AssertionError(f"process {pid} has no file in {folder}")
 
 

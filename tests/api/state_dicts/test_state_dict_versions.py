@@ -59,9 +59,9 @@ async def test_versions_begin_at_one_and_only_grow(shared, k):
     await ts.delete(k)
     assert await ts.latest_version(k) == 0
     assert (await ts.put_state_dict({}, k)).version == 4
-    await ts.put("plain", 1)
-    assert await ts.versions("plain") == [1]
-    assert await ts.latest_version("plain") == 1
+    await ts.put(f"{k} plain", 1)
+    assert await ts.versions(f"{k} plain") == [1]
+    assert await ts.latest_version(f"{k} plain") == 1
 
 
 async def test_a_get_may_name_its_version(shared, k):

@@ -66,15 +66,15 @@ def test_signatures_and_texts_are_the_same_without_the_coroutine(ours, theirs) -
         assert mine.__module__ == "torchstore_core.blocking"
 
 
-def test_values_come_back(bare: blocking.Client) -> None:
-    ref = blocking.put("k", LARGE)
-    assert ref == ts.ObjectRef("k", 1)
+def test_values_come_back(bare: blocking.Client, k: str) -> None:
+    ref = blocking.put(k, LARGE)
+    assert ref == ts.ObjectRef(k, 1)
     assert torch.equal(blocking.get(ref), LARGE)
     mine = torch.zeros(300_000)
-    assert blocking.get("k", mine) is mine
+    assert blocking.get(k, mine) is mine
     assert bare.put_batch({"a": 1, "b": (2,)}) == blocking.wait(["a", "b"])
     assert bare.get_batch(["a", "b"]) == {"a": 1, "b": (2,)}
-    assert blocking.keys() == bare.keys() == ["a", "b", "k"]
+    assert blocking.keys() == bare.keys() == ["a", "b", k]
     assert blocking.exists("a")
     blocking.delete("a")
     with pytest.raises(ts.KeyNotFoundError):
@@ -85,17 +85,17 @@ def test_values_come_back(bare: blocking.Client) -> None:
     assert "blocking Client of store 'torchstore'" in repr(bare)
 
 
-def test_a_pending_put_commits_whether_or_not_anyone_waits(bare: blocking.Client) -> None:
+def test_a_pending_put_commits_whether_or_not_anyone_waits(bare: blocking.Client, k: str) -> None:
     for number, put in enumerate((blocking.put_state_dict, bare.put_state_dict), 1):
-        pending = put({"w": LARGE + number}, "m", blocking=False)
+        pending = put({"w": LARGE + number}, k, blocking=False)
         assert isinstance(pending, blocking.PendingPut)
         asyncio.run(until(pending.done))  # no call of the store: it goes on by itself
-        assert pending.result() == ts.ObjectRef("m", number)
-        assert torch.equal(blocking.get_state_dict("m")["w"], LARGE + number)
-    ref = blocking.put_state_dict({"w": 1}, "m")
-    assert ref == ts.ObjectRef("m", 3)
+        assert pending.result() == ts.ObjectRef(k, number)
+        assert torch.equal(blocking.get_state_dict(k)["w"], LARGE + number)
+    ref = blocking.put_state_dict({"w": 1}, k)
+    assert ref == ts.ObjectRef(k, 3)
     with pytest.raises(ts.UnsupportedValueError):
-        blocking.put_state_dict({"w": torch.empty(2, device="meta")}, "m", blocking=False)
+        blocking.put_state_dict({"w": torch.empty(2, device="meta")}, k, blocking=False)
 
 
 async def test_inside_of_a_running_loop_it_says_what_to_do(shared: ts.Client) -> None:

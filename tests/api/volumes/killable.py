@@ -11,13 +11,12 @@ import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 from tests.processes import fork
-from tests.support import until
+from tests.support import open_files, until
 
 import torchstore_core as ts
 from torchstore_core.contracts.strategy import Strategy
@@ -133,9 +132,9 @@ class Store:
         nbytes = 0
         for volume in self._volumes:
             if volume.exitcode is None:
-                for link in Path(f"/proc/{volume.pid}/fd").iterdir():
-                    with contextlib.suppress(FileNotFoundError):  # others come and go
-                        if "memfd:torchstore:lossy-" in os.readlink(link):
+                for link, file in open_files(volume.pid).items():
+                    if "memfd:torchstore:lossy-" in file:
+                        with contextlib.suppress(FileNotFoundError):  # others come and go
                             nbytes += os.stat(link).st_blocks * 512
         return nbytes
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.processes import run_script
-from tests.support import SMALL, bits, running_store, until
+from tests.support import SMALL, bits, emptied, running_store, until
 
 import torchstore_core as ts
 from torchstore_core.contracts.strategy import Strategy
@@ -52,7 +52,7 @@ def hashed() -> Iterator[None]:
 async def by_hash(hashed: None) -> AsyncIterator[ts.Client]:
     client = await ts.client("hashed")
     yield client
-    await client.delete_batch(await client.keys())
+    await emptied(client)
 
 
 async def test_a_key_has_its_volume_alone_and_in_a_batch(by_hash: ts.Client) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torchstore_core.contracts.runtime import Runtime, RuntimeSpec
 from torchstore_core.errors import ConfigurationError
 from torchstore_core.runtimes.local import LocalRuntime
 from torchstore_core.testing import RuntimeConformance
+from torchstore_core.testing.leftovers import at_rest, left_by
 
 
 class TestLocal(RuntimeConformance):
@@ -57,6 +59,8 @@ for _name in [name for name in dir(RuntimeConformance) if name.startswith("test_
 
 
 def _kit(make: Callable[[], Runtime], **attributes: Any) -> RuntimeConformance:
+    others = _threads()  # of tests before, which may end at any time
+
     class Kit(RuntimeConformance):
         gone_within = 0.5
         ends_within = 0.5
@@ -64,9 +68,16 @@ def _kit(make: Callable[[], Runtime], **attributes: Any) -> RuntimeConformance:
         def make(self) -> Runtime:
             return make()
 
+        def held(self) -> dict[str, int]:
+            return {**super().held(), "threads": len(_threads() - others)}
+
     for name, value in attributes.items():
         setattr(Kit, name, value)
     return Kit()
+
+
+def _threads() -> set[str]:
+    return {*os.listdir("/proc/self/task")}
 
 
 def _noticed(says: str) -> Any:
@@ -96,6 +107,29 @@ def test_a_process_that_grows(leaking: Any, what: str) -> None:
             _kit(leaking).test_this_process_does_not_grow()
     finally:
         leaking.clean()
+
+
+def test_what_is_about_to_end_does_not_count_as_there_before() -> None:
+    """The thread of the session that was closed last, for instance."""
+    looks = iter([{"threads": 9, "descriptors": 5}, {"threads": 9, "descriptors": 5}])
+
+    def look() -> dict[str, int]:
+        return next(looks, {"threads": 8, "descriptors": 6})
+
+    assert at_rest(look, 20) == {"threads": 8, "descriptors": 5}
+
+
+def test_what_ends_meanwhile_hides_nothing() -> None:
+    """Of something else in this process, which ends while the rounds go on."""
+    there = {"threads": 5, "descriptors": 5}
+    others = [1, 0, 0]
+
+    def rounds() -> None:
+        there["threads"] += 3 - others.pop(0)
+
+    assert left_by(rounds, there.copy, 3, 0.1) == ["threads: 7 before, 10 after"]
+    others[:] = [3]
+    assert left_by(rounds, there.copy, 3, 0.1) == []
 
 
 def test_options_that_are_ignored() -> None:

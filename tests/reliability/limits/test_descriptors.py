@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import resource
 import signal
@@ -266,6 +267,7 @@ async def test_no_descriptor_for_a_connection_or_for_a_store(scarce: ScarceServe
 @contextmanager
 def descriptors_left(count: int) -> Iterator[int]:
     """This process can have so many more, the limit says."""
+    gc.collect()  # or what a test before has left would be closed meanwhile
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = free_numbers(count + 1)[count]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))

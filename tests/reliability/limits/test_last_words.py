@@ -124,17 +124,21 @@ async def test_what_a_connection_held_is_free_without_the_collector() -> None:
         assert isinstance(received(sock), m.Granted)
         sock.close()
 
-    def left() -> int:
+    def there() -> list[object]:
         kinds = Connection, Conversation, SessionRecord
-        return sum(type(one) in kinds for one in gc.get_objects())
+        return [one for one in gc.get_objects() if type(one) in kinds]
+
+    def left() -> set[int]:
+        return {id(one) for one in there()} - others
 
     gc.collect()
     gc.disable()
     try:
-        before = left()
+        before = there()  # of other tests: kept, so that nothing else has their ids
+        others = {id(one) for one in before}
         for _ in range(3):
             await asyncio.to_thread(come_and_go)
-        await until(lambda: not server.connections and left() == before)
+        await until(lambda: not server.connections and not left())
     finally:
         gc.enable()
         await server.close()

@@ -275,6 +275,7 @@ async def test_copies_under_way_end_when_the_server_is_killed(seconds: float):
     value = torch.ones(8192, 8192, dtype=torch.uint8)
     async with running_store(capacity=4 * value.nbytes, keeper=False):
         await ts.put_state_dict({"w": value}, KEY)
+        server = (await ts.status()).controller_pid
         mine = torch.zeros_like(value).t()
         calls = [
             asyncio.ensure_future(ts.put_state_dict({"w": value.t()}, "other", blocking=blocking))
@@ -289,7 +290,7 @@ async def test_copies_under_way_end_when_the_server_is_killed(seconds: float):
         await until(copying)
         await asyncio.sleep(seconds)
         start = time.monotonic()
-        kill((await ts.status()).controller_pid)
+        kill(server)
         for call in calls:
             with pytest.raises(ts.StoreClosedError):
                 await call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -18,9 +19,13 @@ _PAUSE_S = 0.02
 
 def newest_thread(pid: int) -> int:
     """The thread of a process that began last, of those that Python has started."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
+    found: list[int] = []
     name = Path(f"/proc/{pid}/comm").read_bytes()
-    return max(int(task.name) for task in tasks if (task / "comm").read_bytes() == name)
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ends at this moment
+            if (task / "comm").read_bytes() == name:
+                found.append(int(task.name))
+    return max(found)
 
 
 @contextmanager

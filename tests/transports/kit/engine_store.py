@@ -5,12 +5,12 @@ halves work between actors only. This process is the root of the job.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import mmap
 import os
-from pathlib import Path
 from typing import Any
+
+from tests.support import open_files
 
 import torchstore_core as ts
 from torchstore_core.clients.session.session import Session as StoreSession
@@ -103,8 +103,7 @@ async def _start(name: str, arguments: dict[str, Any]) -> Any:
 
 def _segment(pid: int, volume: str) -> int:
     """A descriptor of the memory of a volume of another process."""
-    for file in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # it was just closed
-            if f"memfd:torchstore:{volume} " in f"{file.readlink()} ":
-                return os.open(file, os.O_RDWR)
+    for link, file in open_files(pid).items():
+        if f"memfd:torchstore:{volume} " in f"{file} ":
+            return os.open(link, os.O_RDWR)
     raise AssertionError(f"process {pid} has no memory of {volume}")

@@ -25,6 +25,7 @@ from tests.support import (
     bits,
     children,
     commands,
+    emptied,
     ends_within,
     halt,
     running_store,
@@ -78,7 +79,7 @@ class PairTests:
         client = await ts.client(_LASTING)
         yield client
         assert {entry["chosen"] for entry in await client.explain()} == {self.name}
-        await client.delete_batch(await client.keys())
+        await emptied(client)
 
     async def link(self, client: ts.Client) -> PairLink:
         """The link that the client uses."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
@@ -14,6 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
+from tests.support import open_files
 
 from torchstore_core.contracts.transport import Copy, LinkContext, Segment, ServerContext
 from torchstore_core.machine.topology import probe
@@ -127,11 +127,7 @@ def threads() -> list[str]:
 
 def sockets() -> int:
     """How many sockets this process has open."""
-    found = 0
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # a thread has just closed it
-            found += os.readlink(entry).startswith("socket:")
-    return found
+    return sum(file.startswith("socket:") for file in open_files().values())
 
 
 def listening(port: int) -> bool:

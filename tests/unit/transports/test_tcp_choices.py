@@ -108,8 +108,10 @@ def test_common_networks_need_both_prefixes() -> None:
 
 
 def test_this_host() -> None:
-    for network in networks():
-        assert local_address_to(network.address) == network.address
+    found = {network: local_address_to(network.address) for network in networks()}
+    # Cables to network namespaces of other tests come and go meanwhile.
+    for network in found.keys() & set(networks()):
+        assert found[network] == network.address
         assert network.contains(network.address)
     assert LOOPBACK not in {network.address for network in networks()}
     assert local_address_to(LOOPBACK) == LOOPBACK
@@ -138,7 +140,9 @@ def test_where_the_engine_says_other_hosts_reach_this_one(monkeypatch: pytest.Mo
     assert addresses_for(Greeting(VERSION, namespace_id(), ()), (A,)) == [LOOPBACK]
     assert reachable((A,)) == (A,)
     mine = networks()
-    assert own([*(one.address for one in mine), LOOPBACK, "203.0.113.9"]) == mine
+    found = own([*(one.address for one in mine), LOOPBACK, "203.0.113.9"])
+    lasting = {*mine} & {*networks()}  # cables to network namespaces of other tests come and go
+    assert [one for one in found if one in lasting] == [one for one in mine if one in lasting]
     monkeypatch.setenv("TORCHSTORE_BIND", "127.0.0.2")
     assert addresses_for(stranger, (A,)) == ["127.0.0.2"]
     assert [one.address for one in reachable((A,))] == ["127.0.0.2"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from torchstore_snapshot.converting import convert
 from torchstore_snapshot.dcp import SnapshotStorageWriter
 from torchstore_snapshot.errors import SnapshotCorruptError
 from torchstore_snapshot.series.claims import Claim
+from torchstore_snapshot.storage.local import make_folders
 from torchstore_snapshot.storage.opening import open_storage
 
 # More than a disk has.
@@ -105,6 +107,24 @@ def test_a_killed_take_leaves_nothing_after_a_collection(tmp_path: Path) -> None
     Claim.begin(storage, "0195d0a2b3c4-00c0ffee", durable=False).abandon()
     gc(tmp_path / "runs")
     assert left(tmp_path) == ["runs"]
+
+
+def test_a_folder_that_is_removed_just_when_it_was_found_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, folder = os.mkdir, tmp_path / "s"
+
+    def find(path: str, mode: int = 0o777) -> None:
+        try:
+            make(path, mode)
+        except FileExistsError:
+            folder.rmdir()  # as another take does that fails
+            raise
+
+    folder.mkdir()
+    monkeypatch.setattr(os, "mkdir", find)
+    assert make_folders(str(folder)) == [str(folder)]
+    assert folder.is_dir()
 
 
 def test_takes_beside_one_that_fails_go_on(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import os
 import shutil
 import signal
@@ -18,11 +19,13 @@ from torchstore_core.machine.directories import runtime_directory
 
 __all__ = [
     "MARK",
+    "at_rest",
     "descendants",
     "descriptors",
     "directories",
     "held_by",
     "kill_marked",
+    "left_by",
     "listening",
     "marked",
     "private_runtime_directory",
@@ -39,6 +42,8 @@ MARK = "CONFORMANCE_RUN"
 _LISTENING = "0A"
 _RUNTIME_DIRECTORY = "XDG_RUNTIME_DIR"
 _POLL_S, _LONGEST_POLL_S = 0.02, 0.25
+# After so many looks, and pauses between them, at which nothing has gone away, what is there stays.
+_LOOKS, _PAUSE_S = 5, 0.05
 
 
 def descendants(root: int) -> list[tuple[int, str]]:
@@ -186,3 +191,42 @@ def until_empty(look: Callable[[], T], seconds: float) -> T:
         if not left or now >= deadline:
             return left
         time.sleep(min(max(_POLL_S, 10 * (now - began)), _LONGEST_POLL_S))
+
+
+def left_by(
+    rounds: Callable[[], None], look: Callable[[], dict[str, int]], least: int, seconds: float
+) -> list[str]:
+    """Return what ``rounds()`` leaves behind: counts of ``look`` that are at least ``least`` higher
+    afterwards, and are not lower within so many seconds. What was there before, and ends meanwhile,
+    hides as much of that: if there is some, but less, it is done once more.
+    """
+
+    def grown(by: int) -> list[str]:
+        gc.collect()
+        return [
+            f"{what}: {before.get(what, 0)} before, {count} after"
+            for what, count in look().items()
+            if count - before.get(what, 0) >= by
+        ]
+
+    for _ in range(2):
+        gc.collect()
+        before = at_rest(look, seconds)
+        rounds()
+        if (left := until_empty(lambda: grown(least), seconds)) or not grown(1):
+            return left
+    return []
+
+
+def at_rest(look: Callable[[], dict[str, int]], seconds: float) -> dict[str, int]:
+    """Call ``look`` until none of its counts falls any more, or the time has expired; return the
+    least of each. What was closed last may end in the background, as the thread of a session does.
+    """
+    least, unchanged = look(), 0
+    deadline = time.monotonic() + seconds
+    while unchanged < _LOOKS and time.monotonic() < deadline:
+        time.sleep(_PAUSE_S)
+        seen = {what: min(count, least.get(what, count)) for what, count in look().items()}
+        fell = any(seen.get(what, 0) < count for what, count in least.items())
+        least, unchanged = seen, 0 if fell else unchanged + 1
+    return least

@@ -8,7 +8,6 @@ other stores are not mistaken for leftovers.
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import os
 import subprocess
@@ -306,22 +305,14 @@ class RuntimeConformance:
                 await runtime.stop(_TIMEOUT_S)
             await ts.shutdown(options.store_name)
 
-        def grown() -> dict[str, str]:
-            gc.collect()
-            now = self.held()
-            return {
-                what: f"{count} before, {now[what]} after"
-                for what, count in before.items()
-                if now[what] - count >= self.cycles
-            }
+        def again() -> None:
+            for _ in range(self.cycles):
+                self._run(work())
 
         self._run(work())
-        gc.collect()
-        before = self.held()
-        for _ in range(self.cycles):
-            self._run(work())
-        if left := leftovers.until_empty(grown, self.gone_within):
-            pytest.fail(f"{self.cycles} times start() and stop() left this in the process: {left}")
+        if left := leftovers.left_by(again, self.held, self.cycles, self.gone_within):
+            found = "; ".join(left)
+            pytest.fail(f"{self.cycles} times start() and stop() left this in the process: {found}")
 
     def test_the_store_ends_when_its_owner_is_killed(self) -> None:
         """If the process that started it is killed (``SIGKILL``) during use, nothing is left."""

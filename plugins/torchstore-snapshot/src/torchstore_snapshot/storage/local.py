@@ -281,17 +281,21 @@ def make_folders(path: str) -> list[str]:
     """Make a folder, and those above it; return the paths of those that had to be made, its own
     first.
     """
-    made: list[str] = []
-    above = path
-    while not os.path.isdir(above):
-        made.append(above)
-        above = os.path.dirname(above)
-    try:
-        os.makedirs(path, exist_ok=True)
-    except BaseException:
-        LocalStorage(path).remove_if_empty(len(made))
-        raise
-    return made
+    while True:
+        made: list[str] = []
+        above = path
+        while not os.path.isdir(above):
+            made.append(above)
+            above = os.path.dirname(above)
+        try:
+            os.makedirs(path, exist_ok=True)
+        except BaseException as error:
+            LocalStorage(path).remove_if_empty(len(made))
+            other = os.path.lexists(path) and not os.path.isdir(path)
+            if other or not isinstance(error, FileExistsError):
+                raise
+            continue  # it was there, and a take that failed has just removed it
+        return made
 
 
 def _flush(path: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import time
 from collections.abc import Callable, Coroutine
@@ -275,24 +274,10 @@ class ClosingTests(TransportKit):
     ) -> None:
         """Fail the test if so many rounds leave resources behind, which the first ones did not."""
         rounds(first)
-        gc.collect()
-        before = _held(endpoints)
-        rounds(count)
-        left = self._grown(endpoints, before)
+        left = leftovers.left_by(
+            lambda: rounds(count), lambda: _held(endpoints), _ROUNDS, self.gone_within
+        )
         check(not left, f"{count} {what} left this behind: {'; '.join(left)}")
-
-    def _grown(self, endpoints: Endpoints, before: dict[str, int]) -> list[str]:
-        """Return the resources that have grown by at least one a round, and do not shrink again."""
-
-        def look() -> list[str]:
-            gc.collect()
-            return [
-                f"{what}: {before.get(what, 0)} before, {count} after"
-                for what, count in _held(endpoints).items()
-                if count - before.get(what, 0) >= _ROUNDS
-            ]
-
-        return leftovers.until_empty(look, self.gone_within)
 
 
 def _in_one_loop(once: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[int], None]:
