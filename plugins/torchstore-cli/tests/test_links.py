@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.support import running_store
+from tests.support import ends_within, running_store
 from tests.unit.plugins.test_plugins import TRANSPORTS, Site
 
 from torchstore_cli.doctor.differences import differences
@@ -202,6 +203,24 @@ def test_a_file_that_makes_no_sense_corrects_nothing(
     calibration_file().write_text(text, encoding="latin-1")
     bid = Bid(1.0, 2.0, "estimated")
     assert corrected(bid, LINK) is bid
+
+
+async def test_a_pipe_in_place_of_the_file_is_neither_read_nor_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHSTORE_CALIBRATION", str(tmp_path / "c.json"))
+    os.mkfifo(calibration_file())
+    writer = os.open(calibration_file(), os.O_RDWR)  # whoever reads waits until this is closed
+    bid = Bid(1.0, 2.0, "estimated")
+    asked = asyncio.ensure_future(asyncio.to_thread(corrected, bid, LINK))
+    try:
+        assert await ends_within(asked, 10)
+    finally:
+        os.close(writer)
+    assert await asked is bid
+    with pytest.raises(OSError, match="it is no regular file"):
+        save({LINK: Calibration(3.0, 4.0, 0.0)})
+    assert calibration_file().is_fifo()
 
 
 @pytest.fixture

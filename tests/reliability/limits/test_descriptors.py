@@ -288,11 +288,12 @@ def test_a_server_takes_as_many_descriptors_as_it_may() -> None:
             server.close()
 
 
-def test_a_server_without_descriptors_says_so_when_it_starts() -> None:
+@pytest.mark.parametrize("keeper", [False, True])
+def test_a_server_without_descriptors_says_so_when_it_starts(keeper: bool) -> None:
     codes = []
-    for limit in range(12, LIMIT):
+    for limit in range(14 if keeper else 12, LIMIT):
         with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-            options = {"capacity": 1 << 20, "prefault": 0, "directory": folder}
+            options = {"capacity": 1 << 20, "prefault": 0, "directory": folder, "keeper": keeper}
             command = f"ulimit -n {limit}; exec {sys.executable} -P -m torchstore_core.server"
             server = subprocess.Popen(
                 ["sh", "-c", f"{command} '{msgspec.json.encode(options).decode()}'"],
@@ -307,3 +308,25 @@ def test_a_server_without_descriptors_says_so_when_it_starts() -> None:
                 break
             codes += [answer["error"]] if said else []
     assert set(codes) == {"transport-not-ready"}
+
+
+async def test_a_session_that_the_server_has_no_descriptors_for_is_refused_in_words() -> None:
+    """It is let in whole or not at all: it was, and ended at once."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        scarce = ScarceServer(Path(folder), owner=os.getpid(), keeper=True)
+        (server,) = scarce.process.children()
+        try:
+            async with joined(scarce.address) as client:
+                await client.put("w", LARGE)
+                used = [int(name) for name in os.listdir(f"/proc/{server.pid}/fd")]
+                free = [number for number in range(LIMIT) if number not in used]
+                resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (free[1] + 1, LIMIT))
+                none_left = f"process {server.pid} has no file descriptor left for another session"
+                with pytest.raises(ts.TransportNotReadyError, match=none_left):
+                    await ts.connect(scarce.address, store_name="one more")
+                resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
+                other = await ts.connect(scarce.address, store_name="one more")
+                assert await other.exists("w")
+                await ts.shutdown("one more")
+        finally:
+            scarce.close()

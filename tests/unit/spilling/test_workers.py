@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 
 import pytest
 
+from torchstore_core.errors import TransportNotReadyError
+from torchstore_core.server.spilling.moves import _why
 from torchstore_core.server.spilling.workers import Workers
 
 
@@ -77,7 +80,9 @@ def test_a_system_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(threading.Thread, "start", fails)
         workers.submit(lambda: done.set, failures.append)
         workers.hurry()
-    assert [str(error) for error in failures] == ["can't start new thread"]
+    (error,) = failures
+    assert isinstance(error, TransportNotReadyError)
+    assert _why(error).startswith(f"process {os.getpid()} can start no more threads (can't start")
     assert not done.is_set()
     workers.submit(lambda: done.set, never)
     workers.hurry()

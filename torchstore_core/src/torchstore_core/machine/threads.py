@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 
@@ -19,7 +20,7 @@ def start_thread(target: Callable[[], object], name: str) -> threading.Thread:
         thread.start()
     except (RuntimeError, MemoryError) as error:
         raise TransportNotReadyError(
-            f"this process can start no more threads ({error}), and {name} needs one. See ulimit "
-            "-u, the pids limit of its container or unit, and its address space (ulimit -v)"
+            f"process {os.getpid()} can start no more threads ({error}), and {name} needs one. See "
+            "ulimit -u, the pids limit of its container or unit, and its address space (ulimit -v)"
         ) from error
     return thread

@@ -8,6 +8,7 @@ namespaces of one host, or one over some addresses between others.
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import os
@@ -63,9 +64,10 @@ def save(measured: Mapping[Link, Calibration]) -> Path:
     """Save measurements to the file, in place of earlier ones of the same links; return its path.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written, or is a device or something else of that kind.
     """
     path = calibration_file()
+    _check_kind(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     everything = {**_read(path), **{_joined(link): one for link, one in measured.items()}}
     draft = path.with_name(f".{path.name}.{os.getpid()}")
@@ -97,8 +99,14 @@ def _known(path: str, changed: int) -> dict[str, Calibration]:
     return _read(Path(path))
 
 
+def _check_kind(path: Path) -> None:
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+
+
 def _read(path: Path) -> dict[str, Calibration]:
     try:
+        _check_kind(path)  # to read a pipe would wait for ever
         found = msgspec.json.decode(path.read_bytes(), type=dict[str, Calibration])
     except FileNotFoundError:
         return {}

@@ -15,7 +15,7 @@ import socket
 import struct
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from torchstore_core.errors import TransportNotReadyError
 
@@ -48,14 +48,15 @@ def unix_socket() -> Iterator[socket.socket]:
         guard.detach()
 
 
-def check_descriptors(purpose: str) -> None:
-    """Fail if this process can open nothing: much of Python takes that for an absent file.
+def check_descriptors(purpose: str, count: int = 1) -> None:
+    """Fail if this process cannot open so many: much of Python takes that for an absent file.
 
     Raises:
         TransportNotReadyError: this process has no file descriptor left for ``purpose``.
     """
-    with descriptors(purpose):
-        os.close(os.open("/", os.O_RDONLY | os.O_CLOEXEC))
+    with descriptors(purpose), ExitStack() as opened:
+        for _ in range(count):
+            opened.callback(os.close, os.open("/", os.O_RDONLY | os.O_CLOEXEC))
 
 
 @contextmanager
@@ -72,8 +73,8 @@ def descriptors(purpose: str) -> Iterator[None]:
             raise
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         raise TransportNotReadyError(
-            f"this process has no file descriptor left for {purpose} (its limit is {limit}; see "
-            "ulimit -n)",
+            f"process {os.getpid()} has no file descriptor left for {purpose} (its limit is "
+            f"{limit}; see ulimit -n)",
             details={"descriptor_limit": limit},
         ) from error
 

@@ -130,6 +130,7 @@ class Log:
     Raises:
         StoreClosedError: ``fd`` is no log of this version.
         StoreFullError: the system has no memory for it.
+        OSError: this process has no descriptor left for it.
     """
 
     def __init__(self, fd: int | None = None) -> None:
@@ -145,6 +146,8 @@ class Log:
         except OSError as error:
             if fd is None:
                 os.close(self.fd)
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise
             raise StoreFullError(f"there is no memory for the server's log: {error}") from error
         if fd is None:
             self._words[_MAGIC_WORD] = _MAGIC

@@ -19,6 +19,7 @@ from torchstore_core.errors import (
     StoreFullError,
     TorchStoreError,
 )
+from torchstore_core.machine.sockets.unix import check_descriptors
 from torchstore_core.server.index.records import SessionRecord, Versions, Waiter
 from torchstore_core.server.serving import inspection
 from torchstore_core.server.serving.holding import HOLD_REQUESTS, answer_holds, is_holder
@@ -373,6 +374,8 @@ class Conversation:
             session = controller.join_session(hello.session)
             session.channels += 1
         else:
+            if self._server.life:  # for the process of the client, and to read what is kept
+                check_descriptors("another session", 2)
             pid = self._pid if self._via is None else 0
             session = controller.open_session(hello.facts, hello.topology, pid, self._via)
             self._liveness = True

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torchstore_core import moments
-from torchstore_core.errors import StoreFullError
+from torchstore_core.errors import StoreFullError, TorchStoreError
 from torchstore_core.reports.units import human_bytes
 from torchstore_core.server.memory.allocator import ALIGNMENT, Allocator, rounded
 from torchstore_core.server.memory.volume_record import VolumeRecord
@@ -497,6 +497,8 @@ def _why(error: Exception) -> str:
     """
     if isinstance(error, OSError):
         return error.strerror or str(error) or os.strerror(error.errno or errno.EIO)
+    if isinstance(error, TorchStoreError):
+        return error.message
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 

@@ -9,6 +9,9 @@ import queue
 import threading
 from collections.abc import Callable
 
+from torchstore_core.errors import TransportNotReadyError
+from torchstore_core.machine.threads import start_thread
+
 log = logging.getLogger(__name__)
 
 _Job = Callable[[], Callable[[], None]]
@@ -84,14 +87,11 @@ class Workers:
         self, threads: list[threading.Thread], tokens: queue.SimpleQueue[bool], nice: int
     ) -> Exception | None:
         """Start one more thread; why that is not possible, if it is not."""
-        arguments = (tokens, nice)
-        thread = threading.Thread(target=self._run, args=arguments, name=self._name, daemon=True)
         try:
-            thread.start()
-        except (RuntimeError, MemoryError) as error:  # the system has no more threads
-            log.warning("no more threads %s: %r", self._name, error)
+            threads.append(start_thread(functools.partial(self._run, tokens, nice), self._name))
+        except TransportNotReadyError as error:
+            log.warning("%s", error)
             return error
-        threads.append(thread)
         return None
 
     def _run(self, tokens: queue.SimpleQueue[bool], nice: int) -> None:
