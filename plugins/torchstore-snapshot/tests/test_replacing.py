@@ -151,6 +151,22 @@ def test_a_file_of_somebody_else_is_refused(tmp_path: Path, how: str) -> None:
 
 
 @WAYS
+@pytest.mark.parametrize("name", [MANIFEST, MAP])
+@pytest.mark.parametrize("over", ["nothing", "snapshot"])
+def test_a_folder_is_refused(tmp_path: Path, how: str, name: str, over: str) -> None:
+    folder = tmp_path / "s"
+    if over == "snapshot":
+        Snapshot.take(folder, state(1))
+        (folder / name).unlink()
+    (folder / name / "theirs").mkdir(parents=True)
+    before = sorted(folder.iterdir())
+    for overwrite in (False, True) if over == "nothing" or name == MANIFEST else (True,):
+        with pytest.raises(ForeignFileError, match=f"the folder '{name}'"):
+            take(how, folder, 2, overwrite=overwrite)
+        assert sorted(folder.iterdir()) == before
+
+
+@WAYS
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_the_map_of_another_model_is_refused(tmp_path: Path, how: str, overwrite: bool) -> None:
     folder = tmp_path / "s"

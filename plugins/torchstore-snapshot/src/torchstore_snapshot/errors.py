@@ -69,7 +69,7 @@ class SnapshotVersionError(SnapshotFormatError):
 
 
 class ForeignFileError(SnapshotError, FileExistsError):
-    """A take would replace a file that no take has written. Nothing was changed.
+    """A take would replace a file that no take has written, or a folder. Nothing was changed.
 
     ``details``: ``path``, and ``file`` with the name of the file.
     """

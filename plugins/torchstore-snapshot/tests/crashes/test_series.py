@@ -28,19 +28,16 @@ def state(n):
 """
 # Each step changes one tensor of eight; a step that is done is printed.
 _TAKES = f"""
-from torchstore_snapshot import Series, Snapshot, StateDict, SnapshotNotFoundError
+from torchstore_snapshot import Series, Snapshot, StateDict
 {_STATE}
 series, n = Series({{path!r}}, keep_last={{keep}}), {{first}}
 while True:
     n += 1
     name = str(n % 12) if {{names}} else str(n)
-    try:
-        if {{background}}:
-            series.async_take(name, state(n), overwrite=True, fsync=False).wait(60)
-        else:
-            series.take(name, state(n), overwrite=True, fsync=False, file_max=30_000)
-    except SnapshotNotFoundError:  # another program has removed the base
-        continue
+    if {{background}}:
+        series.async_take(name, state(n), overwrite=True, fsync=False).wait(60)
+    else:
+        series.take(name, state(n), overwrite=True, fsync=False, file_max=30_000)
     print(n, flush=True)
 """
 _COLLECTS = """

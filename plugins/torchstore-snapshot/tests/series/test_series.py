@@ -56,6 +56,35 @@ def test_a_base_of_ones_own(tmp_path: Path) -> None:
     assert {file.snapshot for file in pending.wait(60).manifest.files} == {""}
 
 
+class _Overtaken(StateDict):
+    """Is inspected while another program takes a snapshot into the series, and keeps only that."""
+
+    series: Path
+    rest: list[str]
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.rest:
+            name = self.rest.pop()
+            Snapshot.take(self.series / name, {"m": StateDict(x=self["x"])}, fsync=False)
+            gc(self.series, keep_last=1)
+        return super().state_dict()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_base_that_others_have_dropped_meanwhile(tmp_path: Path, background: bool) -> None:
+    series = Series(tmp_path)
+    series.take("1", {"m": StateDict(x=torch.arange(5000.0))}, fsync=False)
+    state = _Overtaken(x=torch.arange(5000.0))
+    state.series, state.rest = tmp_path, ["2"]
+    if background:
+        taken = series.async_take("3", {"m": state}, fsync=False).wait(60)
+    else:
+        taken = series.take("3", {"m": state}, fsync=False)
+    assert (state.rest, series.names()) == ([], ["2", "3"])
+    assert {file.snapshot for file in taken.manifest.files} == {"2"}
+    assert taken.verify() == {}
+
+
 def test_each_key_has_a_weight_map_of_its_own(tmp_path: Path) -> None:
     keys = ["a/b", "a_b", "ä", "ö", "y" * 64 + "1", "y" * 64 + "2"]
     states = {key: StateDict(w=torch.full((3,), float(i))) for i, key in enumerate(keys)}

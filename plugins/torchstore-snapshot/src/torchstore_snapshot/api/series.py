@@ -20,6 +20,7 @@ from torchstore_snapshot.series.claims import GRACE_S
 from torchstore_snapshot.series.gc import GcReport, gc
 from torchstore_snapshot.series.survey import Place, survey
 from torchstore_snapshot.storage.settings import using
+from torchstore_snapshot.taking.preparing import NEWEST
 
 __all__ = ["Series"]
 
@@ -97,7 +98,7 @@ class Series:
             ConfigurationError: ``name`` is not the name of one folder.
         """
         path = self._member(name)
-        taken = Snapshot.take(path, app_state, **self._with_base(options))
+        taken = Snapshot.take(path, app_state, **self._with_defaults(options))
         self._tidy(options)
         return taken
 
@@ -107,7 +108,7 @@ class Series:
         :meth:`take`.
         """
         path = self._member(name)
-        pending = Snapshot.async_take(path, app_state, **self._with_base(options))
+        pending = Snapshot.async_take(path, app_state, **self._with_defaults(options))
         if self.keep_last is None or _rank(options):
             return pending
         done: Future[None] = Future()
@@ -141,13 +142,8 @@ class Series:
                 details={"path": self.path, "name": name},
             ) from error
 
-    def _with_base(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The options with the newest snapshot as the base; rank 0 alone decides."""
-        options = {"storage_options": self._storage_options, **options}
-        if "base" in options:
-            return options
-        names = [] if _rank(options) else self.names()
-        return {**options, "base": self._of(names[-1]) if names else None}
+    def _with_defaults(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {"storage_options": self._storage_options, "base": NEWEST, **options}
 
     def _tidy(self, options: dict[str, Any]) -> None:
         """The snapshot is committed, whatever happens here: the next take tidies up again."""

@@ -22,7 +22,7 @@ from torchstore_snapshot.restoring.restore import Verify, VerifyNew
 from torchstore_snapshot.restoring.verifying import verify_all
 from torchstore_snapshot.storage.opening import open_storage, read_manifest
 from torchstore_snapshot.storage.settings import using
-from torchstore_snapshot.taking.preparing import TakeOptions, agree
+from torchstore_snapshot.taking.preparing import NEWEST, TakeOptions, agree
 from torchstore_snapshot.taking.take import take
 
 if TYPE_CHECKING:
@@ -125,9 +125,8 @@ class Snapshot:
             RankFailedError: another rank failed.
             OSError: the storage failed, for example because it is full.
         """
-        given = None if base is None else os.fspath(base)
         chosen = _options(
-            overwrite=overwrite, fsync=fsync, allow_pickle=allow_pickle, base=given, **options
+            base, overwrite=overwrite, fsync=fsync, allow_pickle=allow_pickle, **options
         )
         with using(storage_options):
             url = take(os.fspath(path), app_state, Ranks(pg), replicated, chosen)
@@ -171,13 +170,12 @@ class Snapshot:
             TorchStoreError: as for :meth:`take`; errors of writing are raised by
                 ``PendingSnapshot.wait``.
         """
-        given = None if base is None else os.fspath(base)
         chosen = _options(
+            base,
             memory_budget=memory_budget,
             overwrite=overwrite,
             fsync=fsync,
             allow_pickle=allow_pickle,
-            base=given,
             **options,
         )
         with using(storage_options):
@@ -351,11 +349,12 @@ class Snapshot:
         )
 
 
-def _options(**given: Any) -> TakeOptions:
+def _options(base: Any, **given: Any) -> TakeOptions:
     unknown = given.keys() - set(TakeOptions._fields)
     if unknown:
         raise ConfigurationError(
             f"{', '.join(sorted(unknown))}: a take has no such option; it has "
             f"{', '.join(TakeOptions._fields)}"
         )
-    return TakeOptions(**given)
+    path = base if base is None or base is NEWEST else os.fspath(base)
+    return TakeOptions(base=path, **given)

@@ -195,6 +195,9 @@ class Storage(Protocol):
     def list(self) -> Sequence[FileInfo]:
         """Return all files; none if there is no folder."""
 
+    def is_folder(self, name: str) -> bool:
+        """Whether there is a folder of a name, so that no file can be published under it."""
+
     def publish(self, name: str, data: bytes, *, take: str, overwrite: bool, durable: bool) -> None:
         """Store a small file in one step: readers see either nothing (or the file before), or all
         of it. ``take`` is the id of the take, for the name of a temporary file. (A file that is

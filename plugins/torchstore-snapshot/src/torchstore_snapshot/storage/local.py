@@ -211,6 +211,10 @@ class LocalStorage:
             return []
         return found
 
+    def is_folder(self, name: str) -> bool:
+        path = self._in(name)
+        return os.path.isdir(path) and not os.path.islink(path)
+
     def publish(self, name: str, data: bytes, *, take: str, overwrite: bool, durable: bool) -> None:
         whole = self._in(temporary(name, take))
         writer: LocalWriter | None = None

@@ -235,6 +235,12 @@ class RemoteStorage:
             if entry["type"] == "file" and _last(entry["name"])
         ]
 
+    def is_folder(self, name: str) -> bool:
+        if self._protocols & _WITHOUT_FOLDERS and self.shared:
+            return False
+        with naming(self._url):
+            return bool(self._fs.isdir(self._in(name)))
+
     def publish(self, name: str, data: bytes, *, take: str, overwrite: bool, durable: bool) -> None:
         del durable
         path = self._in(name)

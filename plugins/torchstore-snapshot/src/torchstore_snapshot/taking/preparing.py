@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import NamedTuple
+from enum import Enum
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
@@ -16,8 +17,8 @@ from torchstore_snapshot.format.paths import new_take_id
 from torchstore_snapshot.format.safetensors_files import FILE_MAX
 from torchstore_snapshot.progress import Progress, check_progress
 from torchstore_snapshot.ranks import Ranks
-from torchstore_snapshot.series.claims import Claim
-from torchstore_snapshot.series.survey import folder_name, references
+from torchstore_snapshot.series.claims import GRACE_S, Claim
+from torchstore_snapshot.series.survey import Place, folder_name, references, survey
 from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.storage.local import LocalStorage
 from torchstore_snapshot.storage.opening import open_storage, read_manifest
@@ -33,7 +34,17 @@ from torchstore_snapshot.taking.planning import (
 from torchstore_snapshot.taking.replacing import maps_of, refuse_existing, refuse_foreign_maps
 from torchstore_snapshot.taking.reusing import Reused, find_unchanged
 
-__all__ = ["Agreed", "Prepared", "TakeOptions", "agree", "plan", "prepare"]
+__all__ = ["NEWEST", "Agreed", "Base", "Prepared", "TakeOptions", "agree", "plan", "prepare"]
+
+
+class Base(Enum):
+    """Which base a take chooses itself."""
+
+    NEWEST = "newest"
+
+
+#: The snapshot that was committed last of those beside the new one, if there is any.
+NEWEST: Final = Base.NEWEST
 
 
 class TakeOptions(NamedTuple):
@@ -47,7 +58,7 @@ class TakeOptions(NamedTuple):
         threads: how many threads write; None: the number of copy threads.
         progress: who is told how far writing is.
         base: the path of a snapshot beside the new one, to whose files it refers for what has not
-            changed.
+            changed; or :data:`NEWEST`.
         memory_budget: bytes that may be staged at a time, by a take that stages; None: a share of
             what is free.
     """
@@ -58,7 +69,7 @@ class TakeOptions(NamedTuple):
     file_max: int = FILE_MAX
     threads: int | None = None
     progress: Progress = False
-    base: str | None = None
+    base: str | Literal[Base.NEWEST] | None = None
     memory_budget: int | None = None
 
     def check(self) -> None:
@@ -247,15 +258,32 @@ def _read_base(
     """Read the manifest of the base, after the claim says so."""
     if options.base is None:
         return None
-    base = _beside(storage, open_storage(options.base))
-    if storage.sibling(folder_name(base)).url != base.url:
-        raise ConfigurationError(
-            f"the base {options.base!r} is not beside {storage.url!r}; a snapshot refers to "
-            "snapshots in the same folder, so that they can be moved together"
-        )
-    manifest = read_manifest(base)
+    found = _newest(storage) if options.base is NEWEST else _at(storage, options.base)
+    if found is None:
+        claim.refer([], 0)
+        return None
+    base, manifest = found
     claim.refer(sorted(references(folder_name(base), manifest)), manifest.sequence)
     return base, manifest
+
+
+def _newest(storage: Storage) -> tuple[Storage, Manifest] | None:
+    """What is read under the claim can be referred to, even if it is dropped by now."""
+    found = survey(Place.around(storage), GRACE_S).manifests
+    if not found:
+        return None
+    name = max(found, key=lambda name: found[name].age)
+    return storage.sibling(name), found[name]
+
+
+def _at(storage: Storage, path: str) -> tuple[Storage, Manifest]:
+    base = _beside(storage, open_storage(path))
+    if storage.sibling(folder_name(base)).url != base.url:
+        raise ConfigurationError(
+            f"the base {path!r} is not beside {storage.url!r}; a snapshot refers to "
+            "snapshots in the same folder, so that they can be moved together"
+        )
+    return base, read_manifest(base)
 
 
 def _beside(storage: Storage, base: Storage) -> Storage:

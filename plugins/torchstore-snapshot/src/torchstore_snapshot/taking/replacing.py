@@ -2,11 +2,12 @@
 
 A snapshot may be replaced if that was asked for, also one whose manifest is damaged: whoever takes
 another one at exactly its path wants to be rid of it. One of a newer version is never replaced, and
-neither is a file that no take has written.
+neither is a file that no take has written, or a folder.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,8 @@ def refuse_existing(storage: Storage, *, overwrite: bool) -> None:
     Raises:
         SnapshotExistsError: there is a snapshot, and ``overwrite`` is False.
         SnapshotVersionError: it is of a newer version.
-        ForeignFileError: there is a file of somebody else that has the name of a manifest.
+        ForeignFileError: there is a file of somebody else that has the name of a manifest, or a
+            folder.
         NotAtomicError: the storage cannot replace a snapshot in one step.
     """
     if not overwrite:
@@ -117,24 +119,33 @@ def maps_of(items: Iterable[Item]) -> list[str]:
 
 def refuse_foreign_maps(storage: Storage, names: Sequence[str]) -> None:
     """Raise ForeignFileError if a weight map would replace a file that no take has written, such as
-    the map of a model that somebody has saved in the same folder. A damaged one, beside a manifest,
-    is that of the snapshot.
+    the map of a model that somebody has saved in the same folder; or if there is a folder instead.
+    A damaged one, beside a manifest, is that of the snapshot.
     """
     if not names:
         return
     there = {info.name for info in storage.list()}
     for name in names:
         data = storage.read(name) if name in there else None
+        if data is None:
+            _refuse_folder(storage, name)
         if data is None or written_by_a_take(data) or (MANIFEST in there and is_damaged(data)):
             continue
         raise _foreign(storage, name)
 
 
 def _read(storage: Storage) -> bytes | None:
-    try:
-        return storage.read(MANIFEST)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+    data: bytes | None = None
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        data = storage.read(MANIFEST)
+    if not data:
+        _refuse_folder(storage, MANIFEST)
+    return data
+
+
+def _refuse_folder(storage: Storage, name: str) -> None:
+    if storage.is_folder(name):
+        raise _foreign(storage, name, "folder")
 
 
 def _refuse_foreign(storage: Storage, data: bytes) -> None:
@@ -146,9 +157,9 @@ def _refuse_foreign(storage: Storage, data: bytes) -> None:
         raise _foreign(storage, MANIFEST)
 
 
-def _foreign(storage: Storage, name: str) -> ForeignFileError:
+def _foreign(storage: Storage, name: str, kind: str = "file") -> ForeignFileError:
     return ForeignFileError(
-        f"the file {name!r} in {storage.url!r} was not written by a take, and a snapshot there "
+        f"the {kind} {name!r} in {storage.url!r} was not written by a take, and a snapshot there "
         "would replace it; move it away, or take the snapshot at another path",
         details={"path": storage.url, "file": name},
     )
