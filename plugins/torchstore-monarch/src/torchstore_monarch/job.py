@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import contextvars
+import itertools
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from monarch.actor import context, get_or_spawn_controller, this_proc
@@ -24,7 +26,10 @@ from torchstore_core.machine import topology
 from torchstore_monarch.actors.core_thread import CoreThread
 from torchstore_monarch.actors.directory import Directory
 from torchstore_monarch.plugin import is_worker
-from torchstore_monarch.protocol import FoundStore, Offer, Placement, result
+from torchstore_monarch.protocol import FoundStore, Offer
+
+if TYPE_CHECKING:
+    from torchstore_monarch.actors.host import HostActor
 
 log = logging.getLogger(__name__)
 
@@ -34,15 +39,18 @@ _NAME = "torchstore_directory"
 _MONARCHS = "monarch.actor_mesh._context"
 _MAKE_S = 60.0
 _END_S = 10.0
+# As how many actors a call is made, if one after the other fails.
+_TRIES = 3
 _lock = threading.Lock()
 # Things that are being made for this process, see _once.
 _making: dict[str, concurrent.futures.Future[Any]] = {}
-_context: contextvars.Context | None = None
+# The actors of the store in this process. The first one calls, the others have relays, or had one.
+_actors: list[StoreActor] = []
+# The actor as which the running task calls.
+_caller: contextvars.ContextVar[StoreActor] = contextvars.ContextVar("torchstore_caller")
 _rank: int | None = None
 # Relays of this process, by the address of the server that they lead to.
-_relays: dict[str, tuple[Any, str]] = {}
-# Actors of this process whose relay has ended, which can start another one.
-_spare: list[Any] = []
+_relays: dict[str, tuple[StoreActor, str]] = {}
 # Ends of stores that are under way, including those that nobody waits for any more.
 _ending: set[asyncio.Task[bool]] = set()
 # For each store that was found, by its id: the address at which it was, and the actors that have
@@ -50,20 +58,86 @@ _ending: set[asyncio.Task[bool]] = set()
 _volumes: dict[str, tuple[str, dict[str, Any]]] = {}
 
 
+class _EndedError(StoreClosedError):
+    """The actor as which this process was calling has ended."""
+
+
+class StoreActor:
+    """An actor of the store in this process. Made in an endpoint of that actor.
+
+    The engine ends an actor that calls one that has stopped. After that no call of it returns, and
+    no actor can be started in its process any more. Whoever waits for a call of it learns that it
+    has ended.
+
+    Attributes:
+        host: the actor.
+        relaying: it has a relay, or is about to.
+    """
+
+    def __init__(self, host: HostActor) -> None:
+        self.host = host
+        self.relaying = False
+        self._context = contextvars.copy_context()
+        self._context.run(_caller.set, self)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._ended = False
+
+    async def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run ``work`` as this actor.
+
+        Raises:
+            StoreClosedError: the actor has ended; what the work has called may have been done.
+        """
+        # In a copy, because two threads cannot be in one context at the same time.
+        context = self._context.copy()
+        task = asyncio.get_running_loop().create_task(work(), context=context)
+        with _lock:
+            self._tasks.add(task)
+        if self._ended:
+            task.cancel()
+        try:
+            return await task
+        except asyncio.CancelledError as error:
+            running = asyncio.current_task()
+            if not self._ended or (running is not None and running.cancelling()):
+                raise
+            raise _EndedError("the actor as which this process called has ended") from error
+        finally:
+            with _lock:
+                self._tasks.discard(task)
+
+    def end(self) -> None:
+        """End what runs as this actor, because it has ended."""
+        retire(self)
+        with _lock:
+            self._ended = True
+            tasks = list(self._tasks)
+        for task in tasks:
+            with contextlib.suppress(RuntimeError):  # its loop is closed
+                task.get_loop().call_soon_threadsafe(task.cancel)
+
+
 async def directory() -> Any:
     """Return the job's directory of stores."""
     return await get_or_spawn_controller(_NAME, Directory)
 
 
-def use_this_actor() -> None:
-    """Let this process make its calls as the calling actor from now on."""
-    global _context
+def use_this_actor(host: HostActor) -> StoreActor:
+    """Let this process use stores as the calling actor from now on."""
+    actor = StoreActor(host)
     with _lock:
-        _context = contextvars.copy_context()
+        _actors.append(actor)
+    return actor
+
+
+def retire(actor: StoreActor) -> None:
+    """Do not call as that actor any more."""
+    with _lock, contextlib.suppress(ValueError):
+        _actors.remove(actor)
 
 
 async def as_store_actor(work: Callable[[], Coroutine[Any, Any, T]], timeout: float | None) -> T:
-    """Run ``work`` as an actor of the store, which this process gets with its first call.
+    """Run ``work``, which may be done again, as an actor of the store.
 
     Then it does not matter which thread calls (a plain thread does not know which actor's process
     it is in). And when the engine cannot deliver a call, because its receiver has died, it does not
@@ -71,18 +145,21 @@ async def as_store_actor(work: Callable[[], Coroutine[Any, Any, T]], timeout: fl
 
     Raises:
         StoreTimeoutError: the work took longer than ``timeout`` seconds.
+        StoreClosedError: this process gets no actor.
     """
     try:
         async with asyncio.timeout(timeout):
-            known = _context
-            if known is not None:
+            tries = itertools.count(1)
+            while True:
+                actor = await store_actor()
                 try:
-                    return await _run(work, known)
-                except (TorchStoreError, asyncio.CancelledError):
-                    raise
-                except Exception as error:  # noqa: BLE001 - the actor's owner may have been stopped
-                    log.debug("calling as a new actor: %s", type(error).__name__)
-            return await _run(work, await _new_context(known))
+                    return await actor.run(work)
+                except Exception as error:  # the actor's owner may have been stopped
+                    kept = isinstance(error, TorchStoreError) and not isinstance(error, _EndedError)
+                    if kept or next(tries) == _TRIES:
+                        raise
+                    log.debug("calling as another actor: %s", type(error).__name__)
+                    retire(actor)
     except TimeoutError as error:
         raise StoreTimeoutError(
             f"the Monarch job did not answer within {in_seconds(timeout)}",
@@ -90,12 +167,16 @@ async def as_store_actor(work: Callable[[], Coroutine[Any, Any, T]], timeout: fl
         ) from error
 
 
-async def _new_context(before: contextvars.Context | None) -> contextvars.Context:
-    """Return the context of an actor of this process, other than ``before``.
+async def store_actor() -> StoreActor:
+    """Return the actor as which this process calls stores, which it gets with its first call.
 
     Raises:
-        StoreClosedError: the process runs actors, but the caller belongs to none of them.
+        StoreClosedError: the process runs actors, but the caller belongs to none of them; or the
+            engine starts none here.
     """
+    known = next(iter(_actors), None)
+    if known is not None:
+        return known
     if is_worker() and not _knows_its_actor():
         raise StoreClosedError(
             "this thread does not know which actor's process it is in: make the first call to the "
@@ -103,28 +184,43 @@ async def _new_context(before: contextvars.Context | None) -> contextvars.Contex
             "asyncio.to_thread or contextvars.copy_context().run"
         )
 
-    async def make() -> contextvars.Context:
+    async def make() -> StoreActor:
         global _rank
-        if _context is None or _context is before:
+        if not _actors:
             _rank = int(context().actor_instance.rank.rank)
-            caller = await (await directory()).spawn_caller.call_one(this_proc())
-            await caller.use_this_actor.call_one()
-        if _context is None:
-            raise StoreClosedError("this process got no actor of the store")
-        return _context
+            await _start_actor()
+        return next(iter(_actors))
 
     return await _once("caller", make)
+
+
+async def _start_actor() -> None:
+    """Add an actor to those of this process.
+
+    Raises:
+        StoreClosedError: the engine starts none here.
+    """
+    try:
+        started = await (await directory()).spawn_caller.call_one(this_proc())
+        await started.use_this_actor.call_one()
+    except Exception as error:  # whatever the engine raises
+        said = str(error).strip().splitlines() or [""]
+        raise StoreClosedError(
+            "the engine starts no actor of the store in this process; it starts none where one has "
+            f"failed ({type(error).__name__}: {said[0]})"
+        ) from error
 
 
 async def _once(what: str, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Return the result of ``make``, which runs only once for all callers that ask for ``what``
     meanwhile, in any thread and event loop. It runs in a thread of its own, so that it does not end
-    with the first caller.
+    with the first caller; it does with the actor as which that one calls.
     """
+    caller = _caller.get(None)
 
     async def bounded() -> T:
         async with asyncio.timeout(_MAKE_S):
-            return await make()
+            return await (make() if caller is None else caller.run(make))
 
     def end(_: object) -> None:
         with _lock:
@@ -145,11 +241,6 @@ async def _once(what: str, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
 def _knows_its_actor() -> bool:
     found = [value for var, value in contextvars.copy_context().items() if var.name == _MONARCHS]
     return any(value is not None for value in found)
-
-
-async def _run(work: Callable[[], Coroutine[Any, Any, T]], known: contextvars.Context) -> T:
-    # In a copy, because two threads cannot be in one context at the same time.
-    return await asyncio.get_running_loop().create_task(work(), context=known.copy())
 
 
 def rank() -> int | None:
@@ -200,38 +291,60 @@ async def _own_relay(found: FoundStore, controller: Any, volumes: dict[str, Any]
     """Return the address of this process's relay, because no agent of the store is on this host."""
 
     async def make() -> str:
-        agent, address = _known_relay(found.address)
+        address = _known_relay(found.address)
         if address:
             return address
-        if agent is None:
-            agent = await (await directory()).spawn_caller.call_one(this_proc())
-        wanted = msgspec.msgpack.encode(Placement(found.store_name, "", (), (), _MAKE_S))
+        actor = await _relay_actor()
+        name, host = found.store_name, actor.host
         try:
-            address = result(await agent.begin.call_one(wanted, controller))
-        except TorchStoreError:
-            with _lock:
-                _spare.append(agent)
+            address = await actor.run(lambda: host.open_relay(name, controller, volumes, _MAKE_S))
+        except BaseException as error:
+            actor.relaying = False
+            if isinstance(error, _EndedError):  # not the caller's actor
+                raise StoreClosedError("the actor of the relay has ended") from error
             raise
-        await agent.introduce.call_one(volumes)
         with _lock:
-            _relays[found.address] = agent, address
+            _relays[found.address] = actor, address
         return address
 
     return await _once(found.address, make)
 
 
-def _known_relay(server: str) -> tuple[Any, str]:
-    """Return the actor and the address of this process's relay to that server. If there is none, a
-    spare actor that can start one, or None, and an empty address.
-    """
+def _known_relay(server: str) -> str:
+    """Return the address of this process's relay to that server; empty if there is none."""
     with _lock:
-        for other, (agent, address) in list(_relays.items()):
+        for other, (actor, address) in list(_relays.items()):
             if not _is_there(address):
-                _spare.append(agent)
+                actor.relaying = False
                 del _relays[other]
-        if server in _relays:
-            return _relays[server]
-        return (_spare.pop() if _spare else None), ""
+        return _relays[server][1] if server in _relays else ""
+
+
+async def _relay_actor() -> StoreActor:
+    """Return an actor of this process for a relay: not the one that calls stores, if that can be,
+    because the controller that a relay calls may have stopped.
+
+    Raises:
+        StoreClosedError: all have relays, and the engine starts no other.
+    """
+    while (taken := _taken(1)) is None:
+        try:
+            await _start_actor()
+        except StoreClosedError:
+            taken = _taken(0)
+            if taken is None:
+                raise
+            break
+    return taken
+
+
+def _taken(start: int) -> StoreActor | None:
+    with _lock:
+        for actor in _actors[start:]:
+            if not actor.relaying:
+                actor.relaying = True
+                return actor
+    return None
 
 
 async def end(store_name: str, timeout: float | None, token: str = "") -> bool:

@@ -227,9 +227,9 @@ async def _count_adoptions() -> None:
 
     real = job.use_this_actor
 
-    def use_this_actor() -> None:
+    def use_this_actor(host: Any) -> Any:
         _adoptions.append(None)
-        real()
+        return real(host)
 
     job.use_this_actor = use_this_actor
 
@@ -269,14 +269,14 @@ async def _find_often(store_name: str) -> None:
 
 
 async def test_first_calls_of_a_process_at_the_same_time() -> None:
-    """It gets one actor, and one relay for each store, on a host without an agent."""
+    """It gets one actor, and a relay with one for each store, on a host without an agent."""
     with Job(workers=1, hosts=1) as job:
         await job.at(0, _count_adoptions)
         for number, name in enumerate(("a", "b"), 1):
             await job.root(acts.initialize, {"store_name": name})
             before = set(job.directories())
             await job.at(0, _first_calls, name)
-            assert await job.at(0, _adoptions_so_far) == 1
+            assert await job.at(0, _adoptions_so_far) == 1 + number
             assert len(set(job.directories()) - before) == 1, number
             await job.at(0, acts.put, "k", 1, name)
             assert await job.root(acts.get, "k", name) == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from monarch.actor import Actor, concurrent_endpoint, context
@@ -27,6 +27,9 @@ from torchstore_monarch.rdma.server import RdmaServer
 from torchstore_monarch.rpc.forwarder import Forwarder
 from torchstore_monarch.rpc.server import RpcServer
 from torchstore_monarch.rpc.wire import Place
+
+if TYPE_CHECKING:  # it imports this module
+    from torchstore_monarch import job
 
 _WATCH_S = 1.0
 _GRACE_S = 3.0
@@ -50,6 +53,12 @@ class HostActor(Actor):
         self._own = False
         self._ended = False
         self._starting: asyncio.Task[Any] | None = None  # runs in the core thread
+        self._used: job.StoreActor | None = None
+
+    async def __cleanup__(self, error: Exception | None) -> None:
+        """Called by the engine when this actor has ended."""
+        if self._used is not None:
+            self._used.end()
 
     @concurrent_endpoint
     async def where(self) -> bytes:
@@ -194,7 +203,19 @@ class HostActor(Actor):
         """Let this process make its calls to stores as this actor from now on; see ``job``."""
         from torchstore_monarch import job
 
-        job.use_this_actor()
+        self._used = job.use_this_actor(self)
+
+    async def open_relay(
+        self, store_name: str, controller: Any, volumes: dict[str, Any], timeout: float
+    ) -> str:
+        """Open a relay for clients of this process; return its address. Called in this process, as
+        this actor, which has no relay. ``volumes``: see :meth:`introduce`.
+        """
+        wanted = Placement(store_name, "", (), (), timeout)
+        address = await self._begin(wanted, controller)
+        if self._forwarder is not None:
+            self._forwarder.volumes = volumes
+        return address
 
     # ---- the end --------------------------------------------------------------------------
 

@@ -136,7 +136,7 @@ class RdmaLink(Link):
                 if registering.done() and registering.exception() is None:
                     await _drop(registering.result(), limit)
 
-        await job.as_store_actor(work, None)
+        await (await job.store_actor()).run(work)
         if others and not write:
             await in_thread(functools.partial(copy, places, gathered, into=False))
 
@@ -159,9 +159,7 @@ class RdmaLink(Link):
         try:
             answer: tuple[bytes, int | None] = call.result()
         except (Exception, asyncio.CancelledError) as error:
-            if not write:
-                raise  # it may be called again, as another actor
-            self.unsettled = True
+            self.unsettled |= write
             raise TransportError(
                 f"the volume's actor failed: {type(error).__name__}: {str(error)[:500]}"
             ) from error
