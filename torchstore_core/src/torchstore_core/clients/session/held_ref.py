@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -157,7 +157,7 @@ class HeldRef:
             return self._ticket
         ticket = holder.lend(self._ident)
         if ticket and _encoding.lent is not None:
-            _encoding.lent.append((holder, ticket))
+            _encoding.lent.add(holder, ticket)
         return ticket
 
     @property
@@ -276,35 +276,60 @@ if hasattr(os, "register_at_fork"):
 
 # ---- references in values -----------------------------------------------------------------
 
-#: A reference that was encoded: who holds it, and the ticket.
-Lent = tuple[Holder, int]
+
+class Lent:
+    """The references that a value has in it, which were encoded with it. If it is not sent, they
+    are not in flight any more when this ends, or is collected.
+
+    Attributes:
+        is_sent: whether the server may have the value.
+    """
+
+    __slots__ = ("_pid", "_tickets", "is_sent")
+
+    def __init__(self) -> None:
+        self._tickets: dict[Holder, list[int]] = {}
+        self._pid = os.getpid()
+        self.is_sent = False
+
+    def __bool__(self) -> bool:
+        return bool(self._tickets)
+
+    def add(self, holder: Holder, ticket: int) -> None:
+        """One more was encoded; it is held by ``holder``."""
+        self._tickets.setdefault(holder, []).append(ticket)
+
+    def contained(self, ref: ObjectRef) -> None:
+        """They are part of a version that was put, which keeps them from now on."""
+        for holder, numbers in self._tickets.items():
+            if holder.place.incarnation == ref.incarnation:
+                holder.contain(numbers, ref)
+
+    def end(self) -> None:
+        """Nobody has the value, unless it is sent. Idempotent."""
+        if not self.is_sent and self._pid == os.getpid():
+            tickets, self._tickets = self._tickets, {}
+            for holder, numbers in tickets.items():
+                holder.take_back(numbers)
+
+    __del__ = end
 
 
 class _Encoding(threading.local):
-    lent: list[Lent] | None = None
+    lent: Lent | None = None
 
 
 _encoding = _Encoding()
 
 
 @contextmanager
-def lending() -> Iterator[list[Lent]]:
+def lending() -> Iterator[Lent]:
     """What this thread lends within the block: the references in a value that it encodes."""
-    before, _encoding.lent = _encoding.lent, []
+    before, _encoding.lent = _encoding.lent, Lent()
     try:
         yield _encoding.lent
     finally:
         _encoding.lent = before
-
-
-def contained(lent: Iterable[Lent], ref: ObjectRef) -> None:
-    """These references are part of a version that was put, which keeps them from now on."""
-    tickets: dict[Holder, list[int]] = {}
-    for holder, ticket in lent:
-        if holder.place.incarnation == ref.incarnation:
-            tickets.setdefault(holder, []).append(ticket)
-    for holder, numbers in tickets.items():
-        holder.contain(numbers, ref)
 
 
 # ---- which line made it -------------------------------------------------------------------
