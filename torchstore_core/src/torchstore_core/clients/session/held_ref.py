@@ -7,14 +7,15 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torchstore_core.clients.session.holder import Holder, StorePlace, holder_of
 from torchstore_core.errors import StoreClosedError, StoreTimeoutError, TorchStoreError
 from torchstore_core.values import ObjectRef
+
+T = TypeVar("T")
 
 #: The environment variable that has every reference remember the line that made it.
 TRACE = "TORCHSTORE_TRACE_REFS"
@@ -156,7 +157,8 @@ class HeldRef:
         if holder is None:
             return self._ticket
         ticket = holder.lend(self._ident)
-        if ticket and _encoding.lent is not None:
+        if ticket and _encoding.is_of_value:
+            _encoding.lent = _encoding.lent or Lent()
             _encoding.lent.add(holder, ticket)
         return ticket
 
@@ -292,9 +294,6 @@ class Lent:
         self._pid = os.getpid()
         self.is_sent = False
 
-    def __bool__(self) -> bool:
-        return bool(self._tickets)
-
     def add(self, holder: Holder, ticket: int) -> None:
         """One more was encoded; it is held by ``holder``."""
         self._tickets.setdefault(holder, []).append(ticket)
@@ -316,20 +315,21 @@ class Lent:
 
 
 class _Encoding(threading.local):
+    is_of_value = False
     lent: Lent | None = None
 
 
 _encoding = _Encoding()
 
 
-@contextmanager
-def lending() -> Iterator[Lent]:
-    """What this thread lends within the block: the references in a value that it encodes."""
-    before, _encoding.lent = _encoding.lent, Lent()
+def lending(encode: Callable[[], T]) -> tuple[T, Lent | None]:
+    """Encode a value; returns what that returns, and the references that are in the value."""
+    before = _encoding.is_of_value, _encoding.lent
+    _encoding.is_of_value, _encoding.lent = True, None
     try:
-        yield _encoding.lent
+        return encode(), _encoding.lent
     finally:
-        _encoding.lent = before
+        _encoding.is_of_value, _encoding.lent = before
 
 
 # ---- which line made it -------------------------------------------------------------------

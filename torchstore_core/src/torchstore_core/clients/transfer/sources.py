@@ -100,9 +100,8 @@ def prepare(
         return [Source(key, meta, nbytes, tensor, None, cast=dtype)]
     if isinstance(value, NoValue):
         raise UnsupportedValueError(f"{key!r}: {value._refusal}", key=key)
-    with lending() as lent:
-        codec, data = encode_object(key, value, allow_pickle=allow_pickle)
-    return [Source(key, codec, len(data), None, data, lent=lent if lent else None)]
+    (codec, data), lent = lending(lambda: encode_object(key, value, allow_pickle=allow_pickle))
+    return [Source(key, codec, len(data), None, data, lent=lent)]
 
 
 def prepare_tensor(key: str, value: torch.Tensor, path: bytes = b"") -> Source:
