@@ -7,6 +7,7 @@ import copy
 import gc
 import pickle
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -101,6 +102,37 @@ async def test_values_keep_what_the_references_in_them_refer_to(
         del first, second, packed
         await outer.delete_batch(["latest", "state"])
         await until(lambda: _is(left, 0))
+
+
+class _NotStored:
+    def __reduce__(self) -> str:
+        raise ValueError("not this one")
+
+
+@pytest.mark.local_only
+async def test_references_in_values_that_are_not_put_are_not_in_flight(
+    runtime: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TORCHSTORE_REF_GRACE", "0.3")
+    async with running_store(runtime, store_name="small") as small:
+        await small.put("newer", 1, version=7)
+        large = torch.zeros(1).expand(1 << 40)
+        calls: list[tuple[type[ts.TorchStoreError], Callable[[ts.HeldRef], Awaitable[Any]]]] = [
+            (ts.StoreFullError, lambda ref: small.put_batch({"a": [ref], "b": large})),
+            (ts.StoreFullError, lambda ref: small.put_state_dict({"a": [ref], "b": large}, "s")),
+            (ts.UnsupportedValueError, lambda ref: small.put("a", [ref, _NotStored()])),
+            (ts.UnsupportedValueError, lambda ref: small.put_batch({"a": [ref], "": 1})),
+            (ts.VersionGoneError, lambda ref: small.put("newer", [ref], version=3)),
+        ]
+
+        async def nothing_is_held() -> bool:
+            gc.collect()  # the error and its frames, which have the reference itself
+            return not await small.refs()
+
+        for kind, call in calls:
+            with pytest.raises(kind):
+                await call(await small.put_object(1))
+        await until(nothing_is_held)
 
 
 async def _is(left: Callable[[], Awaitable[int]], count: int) -> bool:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
+import tempfile
 
 import pytest
 import torch
 from tests.processes import run_script
 from tests.reliability import children
 from tests.reliability.harness import MB, Child, directory_of, is_running
-from tests.support import running_store
+from tests.support import running_store, until
 
 import torchstore_core as ts
 
@@ -54,6 +57,38 @@ async def test_a_dev_shm_of_1_mb_does_not_matter():
 """
     wrapper = await asyncio.to_thread(_small_shm)
     await run_script(body + ROUND_TRIP, wrapper=wrapper)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+async def test_a_directory_of_sockets_that_somebody_has_removed_is_made_again(
+    killed: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """As what cleans up temporary files does, or a system when the user's last session ends."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as base:
+        for name in ("before", "after"):
+            os.makedirs(f"{base}/{name}/torchstore", mode=0o700)
+        os.symlink("before", f"{base}/run")
+        os.symlink("after", f"{base}/later")
+        monkeypatch.setenv("XDG_RUNTIME_DIR", f"{base}/run")
+        async with running_store() as store:
+            value = torch.arange(1 << 20)
+            await store.put("w", value)
+            os.chmod(f"{base}/after/torchstore", 0o755)  # where no server makes anything
+            os.replace(f"{base}/later", f"{base}/run")
+            with pytest.raises(ts.StoreClosedError, match="somebody has removed the socket"):
+                await asyncio.to_thread(lambda: asyncio.run(store.exists("w")))
+            os.chmod(f"{base}/after/torchstore", 0o700)
+            if killed:
+                os.kill((await store.status()).controller_pid, signal.SIGKILL)
+            else:
+                directory = directory_of(store.address)
+                await until(lambda: len(list(directory.glob("*.sock"))) == 2)
+            assert torch.equal(await store.get("w"), value)
+            other = await ts.connect(store.address, store_name="other")
+            assert (await other.explain(value.nbytes))[0]["chosen"] == "shm"
+            assert torch.equal(await other.get("w"), value)
+            await ts.shutdown("other")
+        assert os.listdir(f"{base}/after/torchstore") == []
 
 
 async def test_signals_that_the_owner_ignores_or_blocks_do_not_matter():

@@ -67,6 +67,19 @@ class PrivateDirectory:
             shutil.rmtree(self.path, ignore_errors=True)
 
 
+def make_again(directory: str) -> None:
+    """Make the directory of a server again if somebody has removed it, as programs do that clean up
+    temporary files, and systems when a user's last session ends. One that was given to the server
+    is not for it to make.
+
+    Raises:
+        OSError, ConfigurationError: that is not possible, now.
+    """
+    path = Path(directory)
+    if not path.exists() and path.parent == runtime_directory():
+        path.mkdir(mode=0o700)
+
+
 def runtime_directory() -> Path:
     """Return the directory of this user (mode 0700) that holds one directory per running server.
 

@@ -22,7 +22,7 @@ from torchstore_core.errors import (
     in_seconds,
 )
 from torchstore_core.machine import topology
-from torchstore_core.machine.directories import PrivateDirectory
+from torchstore_core.machine.directories import PrivateDirectory, make_again
 from torchstore_core.machine.processes import started
 from torchstore_core.plugins.installed import Inventory
 from torchstore_core.plugins.registry import Registry
@@ -178,6 +178,7 @@ class Server:
         kept = None if keeper is None else keeper.facts.get("directory")
         self._directory = PrivateDirectory(kept or options.directory)
         if kept:
+            make_again(kept)
             self._directory.remove_dead()
         self._loop = asyncio.get_running_loop()
         try:
@@ -194,6 +195,7 @@ class Server:
                 own = "" if options.directory else "yes"
                 facts = {"directory": str(self._directory.path), "own_directory": own}
                 keeper.keep("control", self._listener.fileno(), **facts)
+                self._listener.renewed = functools.partial(keeper.keep, "control")
                 keeper.ready()
         except BaseException:
             await self.close()

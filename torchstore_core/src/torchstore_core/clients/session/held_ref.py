@@ -7,14 +7,15 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torchstore_core.clients.session.holder import Holder, StorePlace, holder_of
 from torchstore_core.errors import StoreClosedError, StoreTimeoutError, TorchStoreError
 from torchstore_core.values import ObjectRef
+
+T = TypeVar("T")
 
 #: The environment variable that has every reference remember the line that made it.
 TRACE = "TORCHSTORE_TRACE_REFS"
@@ -156,8 +157,9 @@ class HeldRef:
         if holder is None:
             return self._ticket
         ticket = holder.lend(self._ident)
-        if ticket and _encoding.lent is not None:
-            _encoding.lent.append((holder, ticket))
+        if ticket and _encoding.is_of_value:
+            _encoding.lent = _encoding.lent or Lent()
+            _encoding.lent.add(holder, ticket)
         return ticket
 
     @property
@@ -276,35 +278,58 @@ if hasattr(os, "register_at_fork"):
 
 # ---- references in values -----------------------------------------------------------------
 
-#: A reference that was encoded: who holds it, and the ticket.
-Lent = tuple[Holder, int]
+
+class Lent:
+    """The references that a value has in it, which were encoded with it. If it is not sent, they
+    are not in flight any more when this ends, or is collected.
+
+    Attributes:
+        is_sent: whether the server may have the value.
+    """
+
+    __slots__ = ("_pid", "_tickets", "is_sent")
+
+    def __init__(self) -> None:
+        self._tickets: dict[Holder, list[int]] = {}
+        self._pid = os.getpid()
+        self.is_sent = False
+
+    def add(self, holder: Holder, ticket: int) -> None:
+        """One more was encoded; it is held by ``holder``."""
+        self._tickets.setdefault(holder, []).append(ticket)
+
+    def contained(self, ref: ObjectRef) -> None:
+        """They are part of a version that was put, which keeps them from now on."""
+        for holder, numbers in self._tickets.items():
+            if holder.place.incarnation == ref.incarnation:
+                holder.contain(numbers, ref)
+
+    def end(self) -> None:
+        """Nobody has the value, unless it is sent. Idempotent."""
+        if not self.is_sent and self._pid == os.getpid():
+            tickets, self._tickets = self._tickets, {}
+            for holder, numbers in tickets.items():
+                holder.take_back(numbers)
+
+    __del__ = end
 
 
 class _Encoding(threading.local):
-    lent: list[Lent] | None = None
+    is_of_value = False
+    lent: Lent | None = None
 
 
 _encoding = _Encoding()
 
 
-@contextmanager
-def lending() -> Iterator[list[Lent]]:
-    """What this thread lends within the block: the references in a value that it encodes."""
-    before, _encoding.lent = _encoding.lent, []
+def lending(encode: Callable[[], T]) -> tuple[T, Lent | None]:
+    """Encode a value; returns what that returns, and the references that are in the value."""
+    before = _encoding.is_of_value, _encoding.lent
+    _encoding.is_of_value, _encoding.lent = True, None
     try:
-        yield _encoding.lent
+        return encode(), _encoding.lent
     finally:
-        _encoding.lent = before
-
-
-def contained(lent: Iterable[Lent], ref: ObjectRef) -> None:
-    """These references are part of a version that was put, which keeps them from now on."""
-    tickets: dict[Holder, list[int]] = {}
-    for holder, ticket in lent:
-        if holder.place.incarnation == ref.incarnation:
-            tickets.setdefault(holder, []).append(ticket)
-    for holder, numbers in tickets.items():
-        holder.contain(numbers, ref)
+        _encoding.is_of_value, _encoding.lent = before
 
 
 # ---- which line made it -------------------------------------------------------------------

@@ -159,6 +159,16 @@ class Holder:
             self._outbox.append(m.Contain(some, ref.key, ref.version, ref.timeline))
         self._send_now()
 
+    def take_back(self, tickets: list[int]) -> None:
+        """What was encoded with these tickets was sent to nobody: it is as if it had arrived here
+        and ended. Safe in finalizers.
+        """
+        for ticket in tickets:
+            ident = self.next_id()
+            self.begin(ident, ObjectRef("", 0))
+            self._outbox.append(m.Claim(ident, ticket, "", 0, 0))
+            self.end(ident)
+
     def _send_now(self) -> None:
         # A server that is stopped is waited for once, not for each reference of a large message.
         self.flush(0.0 if self._is_stuck else _PATIENCE_S)

@@ -21,6 +21,7 @@ from typing import Protocol
 import msgspec
 
 from torchstore_core.clients.session.holder import Holder, StorePlace
+from torchstore_core.clients.session.rejoining import has_ended
 from torchstore_core.errors import ProtocolError
 from torchstore_core.machine.threads import start_thread
 from torchstore_core.wire import framing
@@ -120,6 +121,11 @@ class Reclaimer:
             TransportNotReadyError: this process can have no more threads.
         """
         start_thread(self._run, "torchstore-reclaimer")
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the server, and its keeper, have closed the liveness connection."""
+        return has_ended(self._connection)
 
     def hold(self, tensors: object, lease: int, positions: list[int] | None) -> None:
         """Release ``positions`` of ``lease`` (None: all of it) when ``tensors``, the object that

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -31,7 +32,7 @@ def rejoin(
     Args:
         path: of the server's socket.
         wanted: whether to go on.
-        once: do not begin anew.
+        once: do not begin anew; but a socket that is not there, while this is wanted, will be.
 
     Returns:
         The socket, which blocks; the answer to the Hello; and what has come in part. None if it is
@@ -44,7 +45,7 @@ def rejoin(
     while wanted():
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
-            found = _attempt(sock, path, hello, wanted)
+            found = _attempt(sock, path, hello, wanted, once)
         except BaseException:
             sock.close()
             raise
@@ -68,11 +69,13 @@ def has_ended(sock: socket.socket) -> bool:
 
 
 def _attempt(
-    sock: socket.socket, path: str, hello: m.Hello, wanted: Callable[[], bool]
+    sock: socket.socket, path: str, hello: m.Hello, wanted: Callable[[], bool], patient: bool
 ) -> tuple[socket.socket, m.Welcome, FrameReader] | None:
     """One attempt; None if the connection was lost, or is not wanted any more."""
     sock.settimeout(_LOOK_S)
     try:
+        while patient and not os.path.exists(path) and wanted():
+            time.sleep(_PAUSE_S)
         sock.connect(path)
     except (TimeoutError, BlockingIOError):  # more wait than its queue holds
         return None

@@ -221,9 +221,16 @@ class Session:
                 self.address, self.welcome.session, self.facts, self.here, timeout
             )
         except StoreClosedError as error:
-            if isinstance(error.__cause__, OSError):  # no server; else it gave a reason itself
-                raise StoreClosedError(self._gone_message) from error
-            raise
+            why = error.__cause__
+            if not isinstance(why, OSError):  # the server gave a reason itself
+                raise
+            if isinstance(why, FileNotFoundError) and not self._reclaimer.has_ended:
+                raise StoreClosedError(
+                    f"somebody has removed the socket {self.address} of store "
+                    f"{self.welcome.store_name!r}, whose server still runs. It makes the socket "
+                    "again as soon as there is a place for it: try again"
+                ) from error
+            raise StoreClosedError(self._gone_message) from error
         raced = self.channel_here()
         if raced is not None:
             sock.close()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import msgspec
@@ -11,14 +12,19 @@ import msgspec
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.calls.incarnations import refs_of
 from torchstore_core.clients.session.channel import QUICK_ENTRIES, Channel
-from torchstore_core.clients.session.held_ref import Lent, contained
+from torchstore_core.clients.session.held_ref import Lent
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.transfer import executor
 from torchstore_core.clients.transfer.columns.batches import ColumnsPut
 from torchstore_core.clients.transfer.columns.sources import TensorColumns
 from torchstore_core.clients.transfer.moves import Batch, put_batches
 from torchstore_core.clients.transfer.sources import Source, inline_bytes
-from torchstore_core.errors import StoreFullError, TorchStoreError
+from torchstore_core.errors import (
+    StoreClosedError,
+    StoreFullError,
+    StoreTimeoutError,
+    TorchStoreError,
+)
 from torchstore_core.values import ObjectRef
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.columns import in_a_row
@@ -70,11 +76,13 @@ async def put_sources(
             sources = sources.sources()
         items = [source.item(inline_bytes(source)) for source in sources]
         put = how.request(channel.next_id(), session.next_id(), items)
-        reply = await _begin(session, channel, put, len(items), m.Committed, clock)
+        lent = _lent(sources)
+        with _sent(lent):
+            reply = await _begin(session, channel, put, len(items), m.Committed, clock)
         clock.phase("plan")
         if clock.measured is not None:
             clock.measured.moved(nbytes, "inline")
-        _contained(session, _lent(sources), reply, how)
+        _contained(session, lent, reply, how)
         return reply
     with Putting(session, channel, sources, clock, how) as putting:
         await putting.begin()
@@ -83,7 +91,7 @@ async def put_sources(
 
 
 # The references in a value, where that is among the values of a put, and its key.
-_LentAt = list[tuple[int, str, tuple[Lent, ...]]]
+_LentAt = list[tuple[int, str, Lent]]
 
 
 def _lent(sources: Sequence[Source] | TensorColumns) -> _LentAt:
@@ -91,6 +99,22 @@ def _lent(sources: Sequence[Source] | TensorColumns) -> _LentAt:
     if type(sources) is TensorColumns:
         return []
     return [(at, one.key, one.lent) for at, one in enumerate(sources) if one.lent]
+
+
+@contextmanager
+def _sent(every: _LentAt) -> Iterator[None]:
+    """The server is sent the values, or told that they are complete. If it answers that this
+    cannot be, nobody has them.
+    """
+    for _, _, lent in every:
+        lent.is_sent = True
+    try:
+        yield
+    except TorchStoreError as error:
+        for _, _, lent in every:
+            lent.is_sent = isinstance(error, StoreTimeoutError | StoreClosedError)
+            lent.end()
+        raise
 
 
 def _contained(session: Session, every: _LentAt, reply: m.Committed, how: PutOptions) -> None:
@@ -102,7 +126,7 @@ def _contained(session: Session, every: _LentAt, reply: m.Committed, how: PutOpt
             key = ""
         timeline = reply.timelines[at] if type(reply) is m.CommittedIn else 0
         ref = ObjectRef(key, reply.versions[at], session.welcome.incarnation, timeline)
-        contained(lent, ref)
+        lent.contained(ref)
 
 
 class Putting:
@@ -175,7 +199,8 @@ class Putting:
         """Make the values visible to readers; returns the reply, with their versions."""
         commit = m.Commit(self._channel.next_id(), self._txn)
         quick = self._entries <= QUICK_ENTRIES
-        done = await self._channel.call(commit, m.Committed, self.clock.left(), quick=quick)
+        with _sent(self._lent):
+            done = await self._channel.call(commit, m.Committed, self.clock.left(), quick=quick)
         self._done = True
         self.clock.phase("commit")
         _contained(self._session, self._lent, done, self._how)
@@ -199,6 +224,8 @@ class Putting:
                 self._channel.send(m.Abort([self._txn], unsettled))
             except TorchStoreError:
                 self._session.abort(self._txn, unsettled)
+            for *_at, lent in self._lent:
+                lent.end()
         self._session.end(self._txn)
 
 

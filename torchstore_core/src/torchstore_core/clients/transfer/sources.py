@@ -48,7 +48,7 @@ class Source(msgspec.Struct, frozen=True, gc=False):
     same_as: int = -1
     cast: torch.dtype | None = None
     plain: bool = False
-    lent: tuple[Lent, ...] = ()
+    lent: Lent | None = None
 
     def item(self, data: bytes | None) -> m.PutItem:
         """The description that is sent to the server."""
@@ -100,9 +100,8 @@ def prepare(
         return [Source(key, meta, nbytes, tensor, None, cast=dtype)]
     if isinstance(value, NoValue):
         raise UnsupportedValueError(f"{key!r}: {value._refusal}", key=key)
-    with lending() as lent:
-        codec, data = encode_object(key, value, allow_pickle=allow_pickle)
-    return [Source(key, codec, len(data), None, data, lent=tuple(lent))]
+    (codec, data), lent = lending(lambda: encode_object(key, value, allow_pickle=allow_pickle))
+    return [Source(key, codec, len(data), None, data, lent=lent)]
 
 
 def prepare_tensor(key: str, value: torch.Tensor, path: bytes = b"") -> Source:

@@ -292,7 +292,9 @@ class Waiter(msgspec.Struct, eq=False):
         timeline: that of version ``min_version - 1``, which the wait follows; -1: it follows none.
         fail: called instead of ``reply`` when the version cannot come any more.
         look: for a request that waits for some of its keys: answers it if that is possible, and
-            returns whether it has.
+            returns how many of them must change at least before it is; 0: it has.
+        left: how many of these have not changed yet.
+        at: for one that waits for all of its keys, the position of one that was missing.
     """
 
     keys: list[str]
@@ -300,4 +302,6 @@ class Waiter(msgspec.Struct, eq=False):
     reply: Callable[[list[int]], None]
     timeline: int = -1
     fail: Callable[[TorchStoreError], None] | None = None
-    look: Callable[[], bool] | None = None
+    look: Callable[[], int] | None = None
+    left: int = 0
+    at: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -70,16 +71,21 @@ class Waiting:
         ``count`` of them are there; None if they are already.
         """
 
-        def look() -> bool:
-            flags = [self._is_there(*ref) for ref in refs]
-            if sum(flags) < count:
-                return False
-            reply(flags)
-            return True
+        keys = [ref[0] for ref in refs]
+        one_each = len(set(keys)) == len(keys)
 
-        if look():
+        def look() -> int:
+            flags = [self._is_there(*ref) for ref in refs]
+            missing = count - sum(flags)
+            if missing > 0:
+                return missing if one_each else 1
+            reply(flags)
+            return 0
+
+        left = look()
+        if not left:
             return None
-        waiter = Waiter([ref[0] for ref in refs], 0, lambda versions: None, look=look)
+        waiter = Waiter(keys, 0, lambda versions: None, look=look, left=left)
         for key in waiter.keys:
             self._by_key.setdefault(key, {})[waiter] = None
         return waiter
@@ -109,17 +115,22 @@ class Waiting:
         """Check the waiters again that wait for one of ``keys``, or for one of ``state_dicts`` or
         an entry of one, and answer those whose condition is met.
         """
-        woken: dict[Waiter, None] = {}
-        for key in keys:
-            woken |= self._by_key.get(key, {})
+        woken: dict[Waiter, int] = {}  # and how many of its keys have changed
+        changed = [waiting for key in keys if (waiting := self._by_key.get(key))]
         for base in state_dicts:
             for key, waiting in self._by_key.items():
                 if key == base or key.startswith(f"{base}/"):
-                    woken |= waiting
-        for waiter in woken:
+                    changed.append(waiting)
+        for waiting in changed:
+            for waiter in waiting:
+                woken[waiter] = woken.get(waiter, 0) + 1
+        for waiter, count in woken.items():
             if waiter.look is not None:
-                if waiter.look():
-                    self.forget(waiter)
+                waiter.left -= count
+                if waiter.left <= 0:
+                    waiter.left = waiter.look()
+                    if not waiter.left:
+                        self.forget(waiter)
                 continue
             versions = self._satisfied(waiter)
             if versions is not None:
@@ -171,14 +182,20 @@ class Waiting:
         return []
 
     def _satisfied(self, waiter: Waiter) -> list[int] | None:
-        versions: list[int] = []
-        for key in waiter.keys:
-            found = self._catalog.find(key)
-            if found is None or found[1] < waiter.min_version or self._is_lost(found[0]):
+        keys = waiter.keys
+        versions = [0] * len(keys)
+        # First the one that was missing before: of many keys, others would be looked at in vain.
+        for at in itertools.chain(range(waiter.at, len(keys)), range(waiter.at)):
+            found = self._catalog.find(keys[at])
+            if (
+                found is None
+                or found[1] < waiter.min_version
+                or self._is_lost(found[0])
+                or not self._follows(waiter, keys[at])
+            ):
+                waiter.at = at
                 return None
-            if not self._follows(waiter, key):
-                return None
-            versions.append(found[1])
+            versions[at] = found[1]
         return versions
 
 

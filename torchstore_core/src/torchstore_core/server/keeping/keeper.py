@@ -87,6 +87,8 @@ class Keeper:
         finally:
             for signum, handler in zip(_SIGNALS, before, strict=True):
                 signal.signal(signum, handler)
+            for fd in self._kept.values():  # clients learn that this is the end
+                os.close(fd)
             if self._facts.get("own_directory") and (directory := self._facts.get("directory")):
                 shutil.rmtree(directory, ignore_errors=True)
 

@@ -17,6 +17,8 @@ import socket
 import stat
 from collections.abc import Callable
 
+from torchstore_core.errors import ConfigurationError
+from torchstore_core.machine.directories import make_again
 from torchstore_core.machine.sockets.unix import peer
 from torchstore_core.server.serving.journal import journal
 
@@ -31,6 +33,8 @@ _ACCEPTED_AT_ONCE = 64
 _RESERVE = 32
 _LOOK_AGAIN_S = 0.25
 _CALM_S = 2.0
+# How often to see whether the socket can still be found.
+_NAME_S = 2.0
 
 
 class Listener:
@@ -40,6 +44,10 @@ class Listener:
         take: called with each accepted connection.
         keeps: whether connections stay open. If so, accepting stops while some descriptors are
             still left for other uses. False if each connection ends before the next is accepted.
+
+    Attributes:
+        renewed: called with the new descriptor when the socket was made again, because somebody
+            has removed its file.
     """
 
     def __init__(self, take: Take, *, keeps: bool = True) -> None:
@@ -48,6 +56,8 @@ class Listener:
         self._path = ""
         self._socket: socket.socket | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self.renewed: Callable[[int], None] = _do_nothing
+        self._name_timer: asyncio.TimerHandle | None = None
         self._paused = False
         self._told = False  # whether the pause was logged; reset after a while without a pause
 
@@ -63,21 +73,12 @@ class Listener:
         if fd is not None:
             listener = socket.socket(fileno=fd)
             listener.setblocking(False)
-            self._socket = listener
-            self._loop.add_reader(fd, self._readable)
-            return
-        _remove_stale(path)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        try:
-            listener.bind(path)
-            os.chmod(path, 0o600)
-            listener.listen(_BACKLOG)
-            listener.setblocking(False)
-        except BaseException:
-            listener.close()
-            raise
+        else:
+            _remove_stale(path)
+            listener = _listening(path)
         self._socket = listener
         self._loop.add_reader(listener.fileno(), self._readable)
+        self._look_for_file()
 
     def fileno(self) -> int:
         """The descriptor of the listening socket; -1 if it is closed."""
@@ -89,6 +90,8 @@ class Listener:
         if listener is None:
             return
         self._again(None)
+        if self._name_timer is not None:
+            self._name_timer.cancel()
         if not self._paused:
             self._loop.remove_reader(listener.fileno())
         listener.close()
@@ -101,6 +104,28 @@ class Listener:
             self._loop.call_soon(self._look)
 
     # ---- inside ---------------------------------------------------------------------------
+
+    def _look_for_file(self) -> None:
+        """See that clients find the socket, now and from time to time."""
+        if self._socket is None:
+            return
+        if not (self._paused or os.path.lexists(self._path)):
+            try:
+                make_again(os.path.dirname(self._path))
+                self._renew(self._socket, _listening(self._path))
+            except (OSError, ConfigurationError) as error:
+                log.debug("%s is gone, and cannot be made again yet: %s", self._path, error)
+        self._name_timer = self._loop.call_later(_NAME_S, self._look_for_file)
+
+    def _renew(self, before: socket.socket, listener: socket.socket) -> None:
+        self._readable()  # who has connected already
+        if not self._paused:
+            self._loop.remove_reader(before.fileno())
+            self._loop.add_reader(listener.fileno(), self._readable)
+        self._socket = listener
+        before.close()
+        self.renewed(listener.fileno())
+        journal.warning("somebody has removed %s; made again", self._path)
 
     def _readable(self) -> None:
         for _ in range(_ACCEPTED_AT_ONCE):
@@ -226,6 +251,23 @@ def raise_descriptor_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         except (OSError, ValueError) as error:  # some systems do not allow their own hard limit
             log.debug("the limit of file descriptors stays %d: %s", soft, error)
+
+
+def _listening(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        listener.bind(path)
+        os.chmod(path, 0o600)
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _do_nothing(fd: int) -> None:
+    """There is no keeper to leave it with."""
 
 
 def _remove_stale(path: str) -> None:
