@@ -148,5 +148,6 @@ def test_a_claim_lets_go_nothing_but_what_takes_have_written(tmp_path: Path) -> 
     record = Record(taken, "elsewhere", 1, 1, (), lost=True, lets_go=tuple(named))
     (series / "1" / claim_file(taken)).write_bytes(msgspec.json.encode(record))
     take(series / "1", 2, overwrite=True)
-    assert collected(series).kept == ("0", "1")
-    assert all(path.exists() for path in theirs)
+    assert gc(series).kept == ("0", "1")
+    assert used(series) | {"0/config.json"} == files(series)
+    assert theirs[0].exists()
