@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from tests.processes import run_script
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -286,6 +288,31 @@ def test_an_existing_snapshot_is_replaced_only_if_asked_for(tmp_path: Path) -> N
     wanted = {"w": torch.ones(2)}
     dcp.load(wanted, checkpoint_id=where, storage_reader=SnapshotStorageReader())
     assert wanted["w"].tolist() == [0, 0]
+
+
+async def test_no_other_process_saves_to_its_own_memory() -> None:
+    """As that of an async_save does, to which the writer is sent."""
+    state: dict[str, Any] = {"m": {"w": torch.ones(2)}}
+    writer = SnapshotStorageWriter("memory://there")
+    sent = pickle.dumps(writer)
+    dcp.save(state, storage_writer=writer)
+    assert Snapshot("memory://there").verify() == {}
+    body = f"""
+    import pickle, torch.distributed.checkpoint as dcp
+    try:
+        dcp.save({{"w": torch.ones(2)}}, storage_writer=pickle.loads({sent!r}), no_dist=True)
+    except dcp.CheckpointException as error:
+        print(repr(error.failures[0][0]))
+    """
+    said = await run_script(body)
+    assert said.startswith("ConfigurationError")
+    assert "use a thread" in said
+
+
+@pytest.mark.parametrize("name", ["base", "memory_budget", "progress", "unheard_of"])
+def test_options_that_a_save_does_not_have(name: str) -> None:
+    with pytest.raises(ts.ConfigurationError, match=f"{name}: a save has no such option"):
+        SnapshotStorageWriter("there", **{name: None})
 
 
 def test_damage_is_found_before_anything_is_written(tmp_path: Path) -> None:

@@ -76,11 +76,8 @@ def allowed(storage: Storage) -> None:
         ConfigurationError: another process would not see it, or cannot be sent what it is opened
             with.
     """
-    if isinstance(storage, RemoteStorage) and not storage.shared:
-        raise ConfigurationError(
-            f"async_take writes in another process, which does not see {storage.url!r}; use take"
-        )
     if isinstance(storage, RemoteStorage):
+        storage.refuse_private("async_take writes", "take")
         settings_for(storage.url)
 
 

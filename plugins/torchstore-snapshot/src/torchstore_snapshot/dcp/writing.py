@@ -31,6 +31,7 @@ from torchstore_snapshot.format.manifest import (
 )
 from torchstore_snapshot.format.paths import claim_file, new_take_id, take_of
 from torchstore_snapshot.series.claims import Claim, require
+from torchstore_snapshot.storage.remote import RemoteStorage
 from torchstore_snapshot.storage.settings import using
 from torchstore_snapshot.taking.collecting import Item
 from torchstore_snapshot.taking.planning import INLINE_MAX, Unit, plan_files
@@ -76,9 +77,11 @@ class SnapshotStorageWriter(AtPath, StorageWriter):
         storage_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        unknown = options.keys() - set(TakeOptions._fields)
+        unknown = options.keys() - {"file_max", "threads"}
         if unknown:
-            raise ConfigurationError(f"{', '.join(sorted(unknown))}: there is no such option")
+            raise ConfigurationError(
+                f"{', '.join(sorted(unknown))}: a save has no such option; it has file_max, threads"
+            )
         if key is not None and (type(key) is not str or not key):
             raise ConfigurationError(f"key is a non-empty str, not {key!r}")
         self._options = TakeOptions(
@@ -89,6 +92,7 @@ class SnapshotStorageWriter(AtPath, StorageWriter):
         with using(storage_options):  # refuses what are none
             self._storage_options = storage_options
         self._path = None if path is None else os.fspath(path)
+        self._process = os.getpid()
         self._take = new_take_id()
         self._rank = 0
         self._claim: Claim | None = None
@@ -114,7 +118,8 @@ class SnapshotStorageWriter(AtPath, StorageWriter):
 
         Raises:
             SnapshotExistsError: there is a snapshot already.
-            ConfigurationError: ``use_collectives=False``: a snapshot is that of all ranks.
+            ConfigurationError: ``use_collectives=False``: a snapshot is that of all ranks; or this
+                is the process of an async_save, whose memory nobody else sees.
         """
         if not kwargs.get("use_collectives", True):
             raise ConfigurationError(
@@ -124,8 +129,10 @@ class SnapshotStorageWriter(AtPath, StorageWriter):
         self._end_claim()
         self._take = new_take_id()
         self._rank = int(kwargs.get("rank") or 0)
+        storage = self._storage()
+        if os.getpid() != self._process and isinstance(storage, RemoteStorage):
+            storage.refuse_private("AsyncCheckpointerType.PROCESS writes", "a thread")
         if is_coordinator:
-            storage = self._storage()
             refuse_existing(storage, overwrite=self._options.overwrite)
             self._protect(Claim.begin(storage, self._take, durable=self._options.fsync))
 

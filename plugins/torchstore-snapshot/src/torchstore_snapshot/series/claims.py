@@ -52,6 +52,9 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
         commits: the take is about to replace what is there, and others wait for it.
         made: how many folders the take has made: its own, and those above it. They are removed with
             the claim unless there is something in them.
+        lets_go: the files, as (folder, name), that are garbage as soon as the claim is dead and no
+            snapshot refers to them: those of a snapshot that is replaced or made invisible. So they
+            are known as such if the program is killed before it removes them.
     """
 
     take: str
@@ -64,6 +67,7 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     retires: str = ""
     commits: bool = False
     made: int = 0
+    lets_go: tuple[tuple[str, str], ...] = ()
 
 
 _records = msgspec.json.Decoder(Record)
@@ -173,7 +177,7 @@ class Claim:
         storage: where the snapshot is taken.
         take: the id of the take.
         reading: the take is about to read the manifest of another snapshot, to refer to its files.
-        retires: as for :class:`Record`.
+        retires, lets_go: as for :class:`Record`.
 
     Raises:
         OSError: it cannot be published.
@@ -186,9 +190,11 @@ class Claim:
         *,
         reading: bool = False,
         retires: str = "",
+        lets_go: Sequence[tuple[str, str]] = (),
     ) -> None:
         own = _own(take, None if reading else ())
-        self._set(storage, msgspec.structs.replace(own, retires=retires))
+        own = msgspec.structs.replace(own, retires=retires, lets_go=tuple(lets_go))
+        self._set(storage, own)
         try:
             self._publish()
         except OSError as error:
@@ -290,6 +296,31 @@ class Claim:
             self._record = msgspec.structs.replace(self._record, commits=value)
             self._publish()
 
+    def let_go(self, files: Sequence[tuple[str, str]]) -> None:
+        """Say which files, as (folder, name), are garbage when the take is committed.
+
+        Raises:
+            TakeLostError: others have given this take up.
+        """
+        with self._lock:
+            self._found()
+            self._record = msgspec.structs.replace(self._record, lets_go=tuple(files))
+            self._publish()
+
+    def leave_rest(self, retired: str) -> None:
+        """Say that the snapshot of another take was replaced or made invisible: all that is left to
+        do is to remove what it lets go, which any garbage collection may do. The claim stays until
+        it is withdrawn, unless there is no room for it. Never raises.
+        """
+        self.stop()
+        before = self._record
+        self._record = msgspec.structs.replace(before, retires=retired, files=(), lost=True)
+        try:
+            self._publish()
+        except (OSError, TorchStoreError):
+            self._record = before
+            self.release()
+
     def stop(self) -> None:
         """Renew it no longer. It remains."""
         self._stopped.set()
@@ -307,13 +338,16 @@ class Claim:
         return self._record.made
 
     def release(self, *, keep_folder: bool = False) -> None:
-        """Remove the claim, and the folders that the take has made if there is nothing in them.
-        Never raises: while its process is alive, a claim protects too much.
+        """Remove the claim, and the folders that the take has made if there is nothing in them,
+        unless the claim says that others may do the rest. Never raises: while its process is alive,
+        a claim protects too much.
 
         Args:
             keep_folder: others will write something there.
         """
         self.stop()
+        if self._record.lost:
+            return
         with contextlib.suppress(OSError, TorchStoreError):
             _remove(self._storage, self._record.take, 0 if keep_folder else self._record.made)
 
@@ -323,8 +357,7 @@ class Claim:
         """
         self.stop()
         with contextlib.suppress(OSError, TorchStoreError):
-            self._found()
-            self._record = msgspec.structs.replace(self._record, lost=True)
+            self._record = msgspec.structs.replace(self._found(), lost=True)
             self._publish()
 
     def _found(self) -> Record:

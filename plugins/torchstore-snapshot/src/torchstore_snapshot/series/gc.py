@@ -162,15 +162,22 @@ def _gc(text: str, keep_last: int | None, dry_run: bool, grace: float | None) ->
     elif gone:
         remaining = {n: m for n, m in seen.manifests.items() if n not in gone}
         seen = seen._replace(manifests=remaining)
+    gone_takes = {manifest.take: manifest.sequence for manifest in gone.values()}
     patience = _UNCLAIMED_S if grace is None else grace
     files: list[GarbageFile] = []
     for file in _garbage(seen, names, gone, patience):
-        keepers = _keepers(seen, file, {m.take: m.sequence for m in gone.values()})
+        keepers = _keepers(seen, file, gone_takes)
         if keepers:
             held[f"{file.snapshot}/{file.name}"] = _because(keepers)
         else:
             files.append(file)
+    # Of what this collection has made invisible; claims of others are those of programs that died.
+    ours = {take for take, retired in seen.stale.items() if retired in gone_takes}
+    marks = [file for file in files if file.name == claim_file(file.take) and file.take in ours]
+    files = [file for file in files if file not in marks]
     files += _maps(place, seen, [name for name in names if name not in gone])
+    if not dry_run:  # first, so that there is room for what is mended
+        _remove(place, seen, files + marks, silence)
     mended: list[str] = []
     for name, manifest in seen.manifests.items():
         if name not in names or name in gone or name in seen.running.values():
@@ -181,7 +188,6 @@ def _gc(text: str, keep_last: int | None, dry_run: bool, grace: float | None) ->
             maps = mend_maps(folder, silence)
         mended += [f"{name}/{map_}" for map_ in maps]
     if not dry_run:
-        _remove(place, seen, files, silence)
         # Others may be about to put something into a folder that had a snapshot, but nothing into
         # one where a take has died, or whose folder does not have its name yet; except a take that
         # begins, which then makes the folder again.
@@ -206,27 +212,40 @@ def _gc(text: str, keep_last: int | None, dry_run: bool, grace: float | None) ->
     )
 
 
-def remove_replaced(storage: Storage, before: Manifest) -> None:
+def remove_replaced(storage: Storage, before: Manifest, files: Iterable[tuple[str, str]]) -> bool:
     """Remove the files of a snapshot that has just been replaced, also those of earlier ones that
     it referred to, as far as no other snapshot and no running take may refer to them. Never raises
-    because of what others have left: gc does it later.
+    because of what others have left.
+
+    Args:
+        files: as (folder, name).
+
+    Returns:
+        False if a collection is to remove what is left as soon as that is possible.
     """
     name = folder_name(storage)
-    files = references(name, before)
-    if not files:
-        return
+    rest = set(files)
+    if not rest:
+        return True
     try:
         seen = survey(Place.around(storage), GRACE_S)
     except (TorchStoreError, OSError):
-        return
-    if seen.reading or seen.may_refer(before.sequence):
-        return
+        return False
+    if seen.reading:
+        return False
+    if seen.may_refer(before.sequence):
+        return True
     if seen.may_refer(0):  # to what is older than the snapshot
-        files = {(folder, file) for folder, file in files if folder == name}
-    for folder, file in files - seen.referred():
-        if take_of(file) not in seen.running:
-            with contextlib.suppress(OSError):  # such as a folder in its place
+        rest = {(folder, file) for folder, file in rest if folder == name}
+    removed = True
+    rest &= {(folder, info.name) for folder, there in seen.files.items() for info in there}
+    for folder, file in rest - seen.referred():
+        if take_of(file) not in {None, *seen.running}:
+            try:
                 storage.sibling(folder).delete(file)
+            except OSError:
+                removed = False
+    return removed
 
 
 def _because(keepers: list[str]) -> str:
@@ -259,6 +278,7 @@ def _garbage(
     retired = {*(manifest.take for manifest in gone.values()), *seen.stale.values()}
     # Also those of snapshots that were replaced, and that only these referred to.
     let_go = {file for name, manifest in gone.items() for file in references(name, manifest)}
+    let_go |= seen.let_go
     for name in names:
         for info in seen.files.get(name, ()):
             take = take_of(info.name)
@@ -308,7 +328,7 @@ def _give_up(folder: Storage, claim: GarbageFile) -> None:
     """So that a take that was only slow cannot be committed."""
     try:
         record = decode(folder.read(claim.name))
-        if record is not None:
+        if record is not None and not record.lost:
             lost = msgspec.json.encode(msgspec.structs.replace(record, lost=True))
             folder.publish(claim.name, lost, take=claim.take, overwrite=True, durable=False)
     except FileNotFoundError:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from torchstore_snapshot.errors import (
     SnapshotCorruptError,
@@ -22,11 +23,12 @@ from torchstore_snapshot.errors import (
 from torchstore_snapshot.format.manifest import Manifest
 from torchstore_snapshot.format.paths import MANIFEST, claim_file, new_take_id, take_of
 from torchstore_snapshot.format.weight_maps import weight_maps, written_by_a_take
-from torchstore_snapshot.series.claims import GRACE_S, Claim, claims_in
+from torchstore_snapshot.series.claims import GRACE_S, Claim, claims_in, decode
+from torchstore_snapshot.series.survey import folder_name, references
 from torchstore_snapshot.storage.base import FileInfo, Storage
 from torchstore_snapshot.storage.opening import read_manifest
 
-__all__ = ["await_retirement", "await_turn", "delete_map", "forget_claims", "mend_maps", "retire"]
+__all__ = ["Rest", "await_retirement", "await_turn", "delete_map", "mend_maps", "rest_of", "retire"]
 __all__ += ["stale_maps", "sweep_map"]
 
 # Whoever has not removed a manifest by then does not do it any more, but others still wait.
@@ -36,8 +38,41 @@ _PAUSE_S = 0.01
 _NO_TAKE = "none"
 
 
+class Rest(NamedTuple):
+    """What is left of a snapshot that is replaced or made invisible.
+
+    Args:
+        files: the files, as (folder, name), that it consists of; and those that its takes let go,
+            and died before they had removed them.
+        claims: the names of the claims of those takes.
+    """
+
+    files: Sequence[tuple[str, str]]
+    claims: Sequence[str]
+
+    def forget_claims(self, folder: Storage) -> None:
+        """Remove the claims. So a dead take that still has one has written nothing that any
+        snapshot ever had.
+        """
+        for name in self.claims:
+            folder.delete(name)
+
+
+def rest_of(folder: Storage, manifest: Manifest) -> Rest:
+    """Return what will be left of the snapshot in a folder."""
+    takes = {take_of(file.name) for file in manifest.files if not file.snapshot} | {manifest.take}
+    names = {claim_file(take) for take in takes if take is not None}
+    claims = [info.name for info in folder.list() if info.name in names]
+    files = references(folder_name(folder), manifest)
+    for name in claims:
+        with contextlib.suppress(FileNotFoundError):
+            record = decode(folder.read(name))
+            files.update(record.lets_go if record is not None else ())
+    return Rest(sorted(files), claims)
+
+
 def retire(folder: Storage, manifest: Manifest, grace: float = GRACE_S) -> bool:
-    """Make a snapshot invisible. Its files remain for now.
+    """Make a snapshot invisible. Its files remain for now, and a claim that lets them go.
 
     Args:
         manifest: of the snapshot; another one in its place is left alone.
@@ -47,11 +82,12 @@ def retire(folder: Storage, manifest: Manifest, grace: float = GRACE_S) -> bool:
         Whether there is no snapshot any more: False if it was replaced, or is about to be.
     """
     deadline = time.monotonic() + _RETIRES_S
+    rest = rest_of(folder, manifest)
     with (
         contextlib.suppress(FileNotFoundError),  # somebody else has just removed the folder
-        _announced(folder, manifest.take, grace) as free,
+        _announced(folder, manifest.take, grace, rest.files) as claim,
     ):
-        if not free:
+        if claim is None:
             return False
         try:
             if read_manifest(folder).take != manifest.take:
@@ -60,10 +96,11 @@ def retire(folder: Storage, manifest: Manifest, grace: float = GRACE_S) -> bool:
             return True
         if time.monotonic() > deadline:
             return False
-        forget_claims(folder, manifest)
+        rest.forget_claims(folder)
         for name in weight_maps(manifest):
             delete_map(folder, name)
         folder.delete(MANIFEST)
+        claim.leave_rest(manifest.take)
     return True
 
 
@@ -75,9 +112,9 @@ def sweep_map(folder: Storage, name: str, grace: float = GRACE_S) -> None:
     """
     with (
         contextlib.suppress(FileNotFoundError),  # somebody else has just removed the folder
-        _announced(folder, _NO_TAKE, grace) as free,
+        _announced(folder, _NO_TAKE, grace) as claim,
     ):
-        if not free:
+        if claim is None:
             return
         try:
             kept = weight_maps(read_manifest(folder))
@@ -127,9 +164,9 @@ def mend_maps(folder: Storage, grace: float = GRACE_S) -> list[str]:
     mended: list[str] = []
     with (
         contextlib.suppress(FileNotFoundError, SnapshotNotFoundError),  # it was removed just now
-        _announced(folder, _NO_TAKE, grace, alone=True) as free,
+        _announced(folder, _NO_TAKE, grace, alone=True) as claim,
     ):
-        if not free:
+        if claim is None:
             return []
         try:
             manifest = read_manifest(folder)
@@ -149,17 +186,26 @@ def mend_maps(folder: Storage, grace: float = GRACE_S) -> list[str]:
 
 
 @contextlib.contextmanager
-def _announced(folder: Storage, take: str, grace: float, *, alone: bool = False) -> Iterator[bool]:
-    """Announce that something of a take is about to be removed, or written; yields whether it may
-    be.
+def _announced(
+    folder: Storage,
+    take: str,
+    grace: float,
+    lets_go: Sequence[tuple[str, str]] = (),
+    *,
+    alone: bool = False,
+) -> Iterator[Claim | None]:
+    """Announce that something of a take is about to be removed, or written; yields the claim that
+    says so, or None if that may not be.
 
     Args:
+        lets_go: as for :class:`Claim`.
         alone: it may not be while others have announced the same.
     """
-    claim = Claim(folder, new_take_id(), retires=take)
+    claim = Claim(folder, new_take_id(), retires=take, lets_go=lets_go)
     try:
         others = [record for record, lives in claims_in(folder, grace) if lives]
-        yield not any(not record.retires for record in others) and not (alone and len(others) > 1)
+        taken = any(not record.retires for record in others) or (alone and len(others) > 1)
+        yield None if taken else claim
     finally:
         claim.release()
         folder.remove_if_empty()  # who has removed all that was there could not, beside this claim
@@ -209,17 +255,6 @@ def await_turn(folder: Storage, claim: Claim) -> None:
 def _committing(folder: Storage, take: str) -> list[str]:
     """The other takes that are about to replace the snapshot in a folder."""
     return [r.take for r, lives in claims_in(folder) if lives and r.commits and r.take != take]
-
-
-def forget_claims(folder: Storage, manifest: Manifest) -> None:
-    """Remove the claims of the takes that wrote a snapshot, which died after it was committed. So a
-    dead take that still has a claim has written nothing that any snapshot ever had.
-    """
-    takes = {take_of(file.name) for file in manifest.files if not file.snapshot} | {manifest.take}
-    claims = {claim_file(take) for take in takes if take is not None}
-    for info in folder.list():
-        if info.name in claims:
-            folder.delete(info.name)
 
 
 def delete_map(folder: Storage, name: str) -> None:

@@ -187,6 +187,18 @@ class RemoteStorage:
         """Whether other processes see the same folder."""
         return "memory" not in self._protocols
 
+    def refuse_private(self, writes: str, instead: str) -> None:
+        """Raise ConfigurationError if other processes do not see the folder.
+
+        Args:
+            writes, instead: who writes in another process, and what to use instead.
+        """
+        if not self.shared:
+            raise ConfigurationError(
+                f"{writes} in another process, which does not see {self._url!r}; use {instead}",
+                details={"path": self._url},
+            )
+
     @property
     def replaces(self) -> bool:
         return bool(self._protocols & (_WITHOUT_FOLDERS | _RENAMES_OVER))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import msgspec
 
+from torchstore_core.errors import TorchStoreError
 from torchstore_snapshot.errors import SnapshotExistsError
 from torchstore_snapshot.format import manifest as manifests
 from torchstore_snapshot.format.manifest import Manifest
-from torchstore_snapshot.format.paths import MANIFEST, take_of
+from torchstore_snapshot.format.paths import MANIFEST, claim_file, take_of
 from torchstore_snapshot.format.weight_maps import weight_maps
 from torchstore_snapshot.series.claims import Claim
 from torchstore_snapshot.series.counting import next_sequence
@@ -16,7 +19,7 @@ from torchstore_snapshot.series.retiring import (
     await_retirement,
     await_turn,
     delete_map,
-    forget_claims,
+    rest_of,
 )
 from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.taking.preparing import TakeOptions
@@ -34,7 +37,8 @@ def publish(
 
     Args:
         manifest: its ``sequence`` is decided here.
-        claim: the claim of the take, which is released.
+        claim: the claim of the take, which is released. If something cannot be removed now, it
+            stays and says what.
 
     Raises:
         TakeLostError: the take was given up by a garbage collection.
@@ -48,14 +52,17 @@ def publish(
     refuse_foreign_maps(storage, [*maps])
     if options.fsync:
         _flush_reused(storage, manifest)
-    if claim is not None:
-        if options.overwrite:
-            await_turn(storage, claim)
-        claim.check()
+    if claim is not None and options.overwrite:
+        await_turn(storage, claim)
     before = replaced(storage) if options.overwrite else None
+    rest = None if before is None else rest_of(storage, before)
+    if claim is not None:
+        if rest is not None:
+            claim.let_go(rest.files)
+        claim.check()
     await_retirement(storage)
-    if before is not None:
-        forget_claims(storage, before)
+    if rest is not None:
+        rest.forget_claims(storage)
     sequence = next_sequence(storage, claim.after if claim is not None else 0)
     manifest = msgspec.structs.replace(manifest, sequence=sequence)
     try:
@@ -78,9 +85,10 @@ def publish(
             delete_map(storage, name)
     finally:
         if claim is not None:
-            claim.release()
-    if before is not None:
-        remove_replaced(storage, before)
+            claim.release() if before is None else claim.leave_rest(before.take)
+    if before is not None and rest is not None and remove_replaced(storage, before, rest.files):
+        with contextlib.suppress(TorchStoreError, OSError):
+            storage.delete(claim_file(take))
 
 
 def _flush_reused(storage: Storage, manifest: Manifest) -> None:
