@@ -44,10 +44,10 @@ class Recorder:
         self._members[child] = first
         assert await child.said(60) == "ready"
 
-    async def listen(self) -> None:
+    def listen(self) -> None:
         for child in self._members:
-            while child.has_said():
-                self._heard(await child.said())
+            for said in child.said_so_far():
+                self._heard(said)
 
     async def kill(self) -> None:
         """What a process has said before is heard first."""
@@ -116,7 +116,7 @@ async def test_what_processes_are_told_can_be_explained(
                 await recorder.join()
             for part in range(1, kills + 1):
                 while len(recorder.ended) < part * calls / (kills + 1):
-                    await recorder.listen()
+                    recorder.listen()
                     await asyncio.sleep(0.005)
                 if keeper:
                     kill((await ts.status()).controller_pid)
@@ -124,7 +124,7 @@ async def test_what_processes_are_told_can_be_explained(
                     await recorder.kill()
                     await recorder.join()
             while len(recorder.ended) < calls:
-                await recorder.listen()
+                recorder.listen()
                 await asyncio.sleep(0.005)
             await recorder.stop()
         finally:

@@ -94,11 +94,11 @@ class Crowd:
         if died is not None and time.monotonic() - died > self._load.grace_s - MARGIN_S:
             self.late.add(sent.version)
 
-    async def listen(self) -> None:
+    def listen(self) -> None:
         """Pass on what has been sent."""
         for child in [*self._members]:
-            while child.has_said():
-                self._heard(child, *(await child.said()))
+            for kind, what in child.said_so_far():
+                self._heard(child, kind, what)
 
     def _heard(self, child: Child, kind: str, what: Any) -> None:
         match kind:
@@ -181,7 +181,7 @@ async def test_memory_is_exactly_what_is_referred_to(
                 or crowd.received < load.received
                 or crowd.killed < load.killed
             ):
-                await crowd.listen()
+                crowd.listen()
                 if time.monotonic() > next_kill:
                     next_kill += 2 * chance.random() * KILL_EVERY_S
                     crowd.kill()
