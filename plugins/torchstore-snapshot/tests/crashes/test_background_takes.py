@@ -94,6 +94,7 @@ async def crash(folder: Path, mark: str, take: str, victim: str, chance: random.
             await taken()
             await taken()
             await asyncio.sleep(chance.random() * 0.05)
+            started(mark)  # a writer that is ending when it is looked for first cannot be found
             os.kill(script.pid, signal.SIGKILL)
         await until(lambda: script._process.wait(0.005) is not None, 30)
         script._out.seek(0)

@@ -23,6 +23,7 @@ from torchstore_snapshot.storage.remote import RemoteStorage
 __all__ = ["BUCKET", "ObjectStore", "object_store"]
 
 BUCKET = "bucket"
+_REFUSED = "AccessDenied", "403 Forbidden"
 
 
 class ObjectStore:
@@ -30,7 +31,8 @@ class ObjectStore:
     paths and queries; ``parallel`` is how many requests were served at a time, at most.
 
     ``before`` is called with a request's environment before it is served; if it raises
-    ConnectionResetError, the connection is closed without a reply. ``refuse`` denies access.
+    ConnectionResetError, the connection is closed without a reply. ``refuse`` denies access, and
+    ``busy`` says which requests are answered with that the client is to slow down.
     """
 
     def __init__(self) -> None:
@@ -42,6 +44,7 @@ class ObjectStore:
         self._active = 0
         self._lock = threading.Lock()
         self.refuse = False
+        self.busy: Callable[[dict[str, Any]], bool] = lambda _: False
         self.before: Callable[[dict[str, Any]], object] | None = None
         self._app = DomainDispatcherApplication(create_backend_app)
         handler = type("Handler", (MotoRequestHandler,), {"log": lambda *_: None})
@@ -56,6 +59,7 @@ class ObjectStore:
         self.requests.clear()
         self.ranges.clear()
         self.before = None
+        self.busy = lambda _: False
 
     def close(self) -> None:
         self._server.shutdown()
@@ -78,10 +82,13 @@ class ObjectStore:
                 except ConnectionResetError:
                     environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
                     raise
-            if self.refuse:
-                body = b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"
+            busy = self.busy(environ)
+            if self.refuse or busy:
+                code, status = ("SlowDown", "503 Slow Down") if busy else _REFUSED
+                environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+                body = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()
                 kind, size = ("Content-Type", "application/xml"), ("Content-Length", str(len(body)))
-                start("403 Forbidden", [kind, size])
+                start(status, [kind, size])
                 yield body if environ["REQUEST_METHOD"] != "HEAD" else b""
                 return
             for chunk in self._app(environ, start):

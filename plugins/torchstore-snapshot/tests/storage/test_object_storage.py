@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import resource
@@ -365,6 +366,37 @@ def test_refused_credentials(store: Any) -> None:
         Snapshot(URL).restore({"m": state(1)})
     with pytest.raises(SnapshotAccessError):
         Snapshot.take(URL, {"m": state(1)}, overwrite=True)
+
+
+def test_a_document_is_read_by_one_request(store: Any) -> None:
+    Snapshot.take(URL, {"m": state(1)})
+    store.reset()
+    assert Snapshot(URL).manifest.world_size == 1
+    (request,) = store.requests
+    assert request.startswith("GET ")
+    assert request.split("?")[0].endswith("/snapshot.json")
+
+
+def test_a_store_that_asks_to_slow_down(store: Any) -> None:
+    """It refuses each fifth request, of whatever kind."""
+    numbers = itertools.count()
+    refused: list[str] = []
+
+    def busy(environ: dict[str, Any]) -> bool:
+        if next(numbers) % 5 == 4:
+            refused.append(environ["REQUEST_METHOD"])
+            return True
+        return False
+
+    store.busy = busy
+    Snapshot.take(URL, {"m": state(1)})
+    Snapshot.take(URL, {"m": state(2)}, overwrite=True)
+    own = state(0)
+    Snapshot(URL).restore({"m": own})
+    assert same(own, state(2))
+    assert {"GET", "PUT"} <= {*refused}
+    store.reset()
+    assert gc(URL, grace=0).files == ()
 
 
 def test_a_connection_that_breaks_is_tried_again(store: Any) -> None:

@@ -28,6 +28,12 @@ _S3 = {"s3", "s3a"}
 _RENAMES_OVER = {"sftp", "ssh", "file", "local"}
 # A server that has gone is noticed sooner than by the library's own limits (60 s).
 _S3_CONFIG = {"connect_timeout": 10, "read_timeout": 60, "retries": {"mode": "standard"}}
+_S3_OPTIONS: dict[str, object] = {
+    "config_kwargs": _S3_CONFIG,
+    # A document is read by one request; otherwise another one asks for its size before. Replies to
+    # those say in no text that a store is only busy, so that the library soon gives them up.
+    "max_concurrency": 1,
+}
 
 # Beginnings of the names of variables that configure object stores.
 _VARIABLES = ("AWS_", "AZURE_", "FSSPEC_", "GCSFS_", "GOOGLE_", "STORAGE_EMULATOR_")
@@ -153,8 +159,9 @@ class RemoteStorage:
         # Instances are kept here, because those that fsspec keeps do not see a changed environment.
         given, conf = current(), configured(url)
         options = {**given, "use_listings_cache": False, "skip_instance_cache": True}
-        if scheme in _S3 and "config_kwargs" not in {**(conf.get(scheme) or {}), **given}:
-            options["config_kwargs"] = _S3_CONFIG
+        if scheme in _S3:
+            known = {**(conf.get(scheme) or {}), **given}
+            options |= {name: value for name, value in _S3_OPTIONS.items() if name not in known}
         host = url if "::" in url else rest.partition("/")[0]
         settings = repr((sorted(given.items()), sorted(conf.items())))
         identity = (os.getpid(), scheme, host, settings, *sorted(environment().items()))
