@@ -237,7 +237,7 @@ def remove_replaced(storage: Storage, before: Manifest, files: Iterable[tuple[st
         return True
     if seen.may_refer(0):  # to what is older than the snapshot
         rest = {(folder, file) for folder, file in rest if folder == name}
-    removed = True
+    removed = not rest & seen.claimed
     rest &= {(folder, info.name) for folder, there in seen.files.items() for info in there}
     for folder, file in rest - seen.referred():
         if take_of(file) not in {None, *seen.running}:
@@ -278,14 +278,16 @@ def _garbage(
     retired = {*(manifest.take for manifest in gone.values()), *seen.stale.values()}
     # Also those of snapshots that were replaced, and that only these referred to.
     let_go = {file for name, manifest in gone.items() for file in references(name, manifest)}
-    let_go |= seen.let_go
+    let_go.update(*seen.let_go.values())
+    # A running take may refer to some of them, or may not: the claim is needed until that is known.
+    pending = {claim_file(t) for t, files in seen.let_go.items() if files & seen.claimed}
     for name in names:
         for info in seen.files.get(name, ()):
             take = take_of(info.name)
             if take is None or take in seen.running or (name, info.name) in referred:
                 continue
             ended = take in seen.dead or take in seen.stale
-            if info.name == claim_file(take) and not ended:
+            if info.name in pending or (info.name == claim_file(take) and not ended):
                 continue
             # In a folder without its name, a take has nothing yet but what it can write again.
             known = take in retired or ended or take_of(name) or (name, info.name) in let_go
