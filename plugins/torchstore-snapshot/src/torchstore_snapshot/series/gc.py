@@ -171,9 +171,8 @@ def _gc(text: str, keep_last: int | None, dry_run: bool, grace: float | None) ->
             held[f"{file.snapshot}/{file.name}"] = _because(keepers)
         else:
             files.append(file)
-    # Of what this collection has made invisible; claims of others are those of programs that died.
-    ours = {take for take, retired in seen.stale.items() if retired in gone_takes}
-    marks = [file for file in files if file.name == claim_file(file.take) and file.take in ours]
+    # Nothing that was left behind: they say what is to be removed.
+    marks = [f for f in files if f.take in seen.stale and f.name == claim_file(f.take)]
     files = [file for file in files if file not in marks]
     files += _maps(place, seen, [name for name in names if name not in gone])
     if not dry_run:  # first, so that there is room for what is mended
@@ -194,7 +193,9 @@ def _gc(text: str, keep_last: int | None, dry_run: bool, grace: float | None) ->
         unnamed = {name for name in seen.files if take_of(name)}
         died = set() if single else unnamed | {*seen.dead.values()} - seen.manifests.keys()
         # Files may have stayed for others that referred to them when a snapshot was dropped.
-        emptied = set() if single else {file.snapshot for file in files} - seen.manifests.keys()
+        emptied = (
+            set() if single else {file.snapshot for file in files + marks} - seen.manifests.keys()
+        )
         for name in gone.keys() | died | emptied:
             place.folder(name).remove_if_empty()
     return GcReport(
