@@ -135,6 +135,23 @@ async def test_what_a_take_may_refer_to_stays(tmp_path: Path) -> None:
     collected(tmp_path)
 
 
+@pytest.mark.parametrize("how", ["replaced", "dropped"])
+def test_what_a_take_could_have_referred_to_and_did_not(tmp_path: Path, how: str) -> None:
+    take(tmp_path / "1", 1)
+    options = TakeOptions(base=str(tmp_path / "1"), fsync=False)
+    running = prepare(str(tmp_path / "2"), state(9), Ranks.alone(), None, options)
+    part = write(running)
+    if how == "replaced":
+        take(tmp_path / "1", 5, overwrite=True)
+    else:
+        take(tmp_path / "3", 5)
+        assert gc(tmp_path, keep_last=1).dropped == ("1",)
+    assert len({f for f in files(tmp_path) if f.startswith("1/m-")}) > 1
+    commit(running.storage, running.take, [part], running.options, claim=running.claim)
+    collected(tmp_path)
+    assert (tmp_path / "1").exists() is (how == "replaced")
+
+
 def test_a_claim_lets_go_nothing_but_what_takes_have_written(tmp_path: Path) -> None:
     series = tmp_path / "series"
     for name in "01":

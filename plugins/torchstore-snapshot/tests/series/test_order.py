@@ -122,9 +122,7 @@ def test_what_replaces_a_snapshot_that_is_being_removed_stays(tmp_path: Path) ->
     removing.join(30)
     taking.join(30)
     assert value(folder) == 2.0
-    # What a collection that ends after it has removed a manifest leaves: the claim that says so.
-    (left,) = gc(tmp_path, grace=0).files
-    assert left.name == claim_file(left.take)
+    assert gc(tmp_path, grace=0).files == ()
     assert not [*folder.glob(".claim-*")]
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -186,34 +187,49 @@ async def load_into_store(
         stored = manifest.store.get(each[1])
         return each[0], 0 if stored is None else stored.version
 
-    for key, name in sorted(found, key=order):
-        if not key.startswith(prefix):
-            continue
+    async def put(key: str, name: str) -> ObjectRef:
         known = manifest.store.get(name)
         version = known.version if known is not None and keep_versions else None
         shards = None if known is None else shards_of(manifest.of_rank(0)[name].get(_VALUE))
         if known is not None and known.kind != STATE_DICT and shards is not None:
             reading = Reading(storage, manifest, f"{name}/{_VALUE}", verify)
-            refs[key] = await put_shards(client, key, version, shards, reading)
-            continue
+            return await put_shards(client, key, version, shards, reading)
         read = partial(snapshot.get_state_dict_for_key, name, verify=verify)
         state = await thread_loops.in_thread(read)
         if known is not None and known.kind != STATE_DICT:
             if _VALUE not in state:
                 raise SnapshotNotFoundError(f"the snapshot {path!r} has no value of {key!r}")
-            refs[key] = await client.put(
-                key, state[_VALUE], version=version, allow_pickle=allow_pickle
-            )
-            continue
+            return await client.put(key, state[_VALUE], version=version, allow_pickle=allow_pickle)
         if known is not None:
             state = with_shards(state, key, manifest.of_rank(0)[name])
         value = TorchStoreStateDict.from_state_dict(state) if known and known.packed else state
         keep = counts[key] if counts[key] > 1 else None
-        put = await client.put_state_dict(
+        ref = await client.put_state_dict(
             value, key, version=version, keep=keep, allow_pickle=allow_pickle
         )
-        refs[key] = await put if not isinstance(put, ObjectRef) else put
+        return await ref if not isinstance(ref, ObjectRef) else ref
+
+    for key, name in sorted(found, key=order):
+        if key.startswith(prefix):
+            with _advising(path, key, keep_versions):
+                refs[key] = await put(key, name)
     return refs
+
+
+@contextlib.contextmanager
+def _advising(path: str | os.PathLike[str], key: str, keep_versions: bool) -> Iterator[None]:
+    """Say what to do if the store has a key already."""
+    try:
+        yield
+    except ts.VersionGoneError as error:
+        if not keep_versions:
+            raise
+        raise ts.VersionGoneError(
+            f"the store has {key!r} in the version of the snapshot {os.fspath(path)!r}, or in a "
+            "newer one; keep_versions=False puts what the snapshot has as the next version",
+            key=key,
+            details=error.details,
+        ) from error
 
 
 def _key_of(manifest: Manifest, name: str) -> str:

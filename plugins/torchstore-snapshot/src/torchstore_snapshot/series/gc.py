@@ -171,9 +171,8 @@ def _gc(text: str, keep_last: int | None, dry_run: bool, grace: float | None) ->
             held[f"{file.snapshot}/{file.name}"] = _because(keepers)
         else:
             files.append(file)
-    # Of what this collection has made invisible; claims of others are those of programs that died.
-    ours = {take for take, retired in seen.stale.items() if retired in gone_takes}
-    marks = [file for file in files if file.name == claim_file(file.take) and file.take in ours]
+    # Nothing that was left behind: they say what is to be removed.
+    marks = [f for f in files if f.take in seen.stale and f.name == claim_file(f.take)]
     files = [file for file in files if file not in marks]
     files += _maps(place, seen, [name for name in names if name not in gone])
     if not dry_run:  # first, so that there is room for what is mended
@@ -194,7 +193,9 @@ def _gc(text: str, keep_last: int | None, dry_run: bool, grace: float | None) ->
         unnamed = {name for name in seen.files if take_of(name)}
         died = set() if single else unnamed | {*seen.dead.values()} - seen.manifests.keys()
         # Files may have stayed for others that referred to them when a snapshot was dropped.
-        emptied = set() if single else {file.snapshot for file in files} - seen.manifests.keys()
+        emptied = (
+            set() if single else {file.snapshot for file in files + marks} - seen.manifests.keys()
+        )
         for name in gone.keys() | died | emptied:
             place.folder(name).remove_if_empty()
     return GcReport(
@@ -237,7 +238,7 @@ def remove_replaced(storage: Storage, before: Manifest, files: Iterable[tuple[st
         return True
     if seen.may_refer(0):  # to what is older than the snapshot
         rest = {(folder, file) for folder, file in rest if folder == name}
-    removed = True
+    removed = not rest & seen.claimed
     rest &= {(folder, info.name) for folder, there in seen.files.items() for info in there}
     for folder, file in rest - seen.referred():
         if take_of(file) not in {None, *seen.running}:
@@ -278,14 +279,16 @@ def _garbage(
     retired = {*(manifest.take for manifest in gone.values()), *seen.stale.values()}
     # Also those of snapshots that were replaced, and that only these referred to.
     let_go = {file for name, manifest in gone.items() for file in references(name, manifest)}
-    let_go |= seen.let_go
+    let_go.update(*seen.let_go.values())
+    # A running take may refer to some of them, or may not: the claim is needed until that is known.
+    pending = {claim_file(t) for t, files in seen.let_go.items() if files & seen.claimed}
     for name in names:
         for info in seen.files.get(name, ()):
             take = take_of(info.name)
             if take is None or take in seen.running or (name, info.name) in referred:
                 continue
             ended = take in seen.dead or take in seen.stale
-            if info.name == claim_file(take) and not ended:
+            if info.name in pending or (info.name == claim_file(take) and not ended):
                 continue
             # In a folder without its name, a take has nothing yet but what it can write again.
             known = take in retired or ended or take_of(name) or (name, info.name) in let_go

@@ -75,7 +75,8 @@ class Survey(NamedTuple):
             which takes these were of.
         reading: some running take may refer to any file.
         claimed: the files that running takes may refer to, as (folder, name).
-        let_go: the files that dead claims let go: garbage, unless something refers to them.
+        let_go: the files that dead claims let go, by their takes: garbage, unless something refers
+            to them.
     """
 
     files: dict[str, list[FileInfo]]
@@ -88,7 +89,7 @@ class Survey(NamedTuple):
     stale: dict[str, str]
     reading: bool
     claimed: set[tuple[str, str]]
-    let_go: set[tuple[str, str]]
+    let_go: dict[str, set[tuple[str, str]]]
 
     def referred(self) -> set[tuple[str, str]]:
         """Return the files, as (folder, name), that snapshots or running takes refer to."""
@@ -151,7 +152,7 @@ def survey(place: Place, grace: float) -> Survey:
             f"snapshots in {place.url!r} change all the time; try again later",
             details={"path": place.url},
         )
-    let_go = {file for _, r, lives in claims if not lives for file in r.lets_go}
+    let_go = {r.take: set(r.lets_go) for _, r, lives in claims if not lives}
     stale = {r.take: r.retires for _, r, lives in claims if r.retires and not lives}
     claims = [claim for claim in claims if not claim[1].retires]
     running = {record.take: name for name, record, lives in claims if lives}
