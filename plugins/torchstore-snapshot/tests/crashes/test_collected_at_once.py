@@ -79,6 +79,13 @@ def take(path: Path, fill: float, **options: object) -> None:
     Snapshot.take(path, state(fill), fsync=False, file_max=20_000, **options)  # type: ignore[arg-type]
 
 
+def with_earlier_files(series: Path) -> None:
+    """Take snapshot 1 upon files of 0, and replace 0: its first files stay for the other."""
+    take(series / "0", 1)
+    take(series / "1", 1, base=series / "0")
+    take(series / "0", 5, overwrite=True)
+
+
 @pytest.mark.parametrize("then", ["collected", "replaced"])
 async def test_a_take_that_is_killed_when_it_has_replaced_a_snapshot(
     tmp_path: Path, then: str
@@ -89,9 +96,7 @@ async def test_a_take_that_is_killed_when_it_has_replaced_a_snapshot(
     while died:
         step += 1
         series = tmp_path / str(step)
-        take(series / "0", 1)
-        take(series / "1", 1, base=series / "0")
-        take(series / "0", 5, overwrite=True)  # its first files stay for the other
+        with_earlier_files(series)
         assert len(files(series) - {f for f in files(series) if f[0] == "1"}) > 2
         died = await dies(series, _REPLACES, step)
         assert float(Snapshot(series / "1").read_object("m/w0")[0]) == 7.0
@@ -108,9 +113,7 @@ async def test_a_collection_that_is_killed_when_it_has_dropped_a_snapshot(tmp_pa
     while died:
         step += 1
         series = tmp_path / str(step)
-        take(series / "0", 1)
-        take(series / "1", 1, base=series / "0")
-        take(series / "0", 5, overwrite=True)
+        with_earlier_files(series)
         take(series / "2", 7)
         died = await dies(series, _DROPS, step)
         assert len([*series.glob(f"*/{MANIFEST}")]) < 3
