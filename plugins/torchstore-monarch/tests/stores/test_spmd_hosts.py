@@ -100,11 +100,23 @@ class Ranks:
         """The root processes of stores."""
         return {pid for pid, line in self.of_store().items() if "spmd.root" in line}
 
+    def sockets(self) -> list[Path]:
+        """The directories of sockets."""
+        return list((self._base / "torchstore").glob("*"))
+
+    async def asked_by_root(self, often: int) -> None:
+        """Wait until the root has asked the server for its status so often, in this life."""
+        with_ours = itertools.count(await self.do(0, "asked") + often + 1)
+
+        async def has_asked() -> bool:
+            return bool(await self.do(0, "asked") >= next(with_ours))
+
+        await until(has_asked, _PATIENCE_S)
+
     async def nothing_left(self) -> None:
         """Wait until neither a process nor a socket directory of a store is left."""
-        directory = self._base / "torchstore"
         await until(lambda: not self.of_store(), _SOON_S)
-        await until(lambda: not directory.exists() or not os.listdir(directory))
+        await until(lambda: not self.sockets())
 
     def close(self) -> None:
         for process in self.processes:
@@ -170,14 +182,24 @@ async def test_a_killed_server_comes_back_and_ends_with_its_last_member(four: Ra
         got = [await four.do(rank, "get", f"of {(rank + 2) % 4}") for rank in _RANKS]
         assert got == [2.0, 3.0, 0.0, 1.0]
         assert await four.do(3, "server") != server
-    asked = itertools.count(3)  # by this test, in this life
-
-    async def root_has_asked() -> bool:
-        return bool(await four.do(0, "asked") > next(asked))
-
-    await until(root_has_asked)  # it ends the store if there is no answer
+    await four.asked_by_root(1)  # it ends the store if there is no answer
     for rank in _RANKS:
         await four.do(rank, "put", "still here")
+        await four.do(rank, "leave")
+    await four.nothing_left()
+
+
+async def test_sockets_that_somebody_removes_cost_no_volume(four: Ranks) -> None:
+    await four.start(strategy="host")
+    await asyncio.gather(*(four.do(rank, "put", f"of {rank}") for rank in _RANKS))
+    sockets = four.sockets()
+    assert len(sockets) == 3  # of the server, of two agents
+    for path in sockets:
+        shutil.rmtree(path)
+    await four.asked_by_root(10)  # two times a second: longer than agents wait for a server
+    got = await asyncio.gather(*(four.do(rank, "get", f"of {(rank + 2) % 4}") for rank in _RANKS))
+    assert got == [2.0, 3.0, 0.0, 1.0]
+    for rank in _RANKS:
         await four.do(rank, "leave")
     await four.nothing_left()
 

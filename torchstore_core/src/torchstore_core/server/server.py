@@ -189,6 +189,8 @@ class Server:
                 self._begin_again(keeper.facts)
             await self._take_connections()
             listening = None if keeper is None else keeper.kept("control")
+            if options.attached:  # whoever leads to the volumes removes the directory
+                self._listener.owner = options.owner
             self._listener.open(self._directory.control, listening)
             if keeper is not None:
                 # In the end the keeper removes the directory, unless it was given.

@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # it imports this module
     from torchstore_monarch import job
 
 _WATCH_S = 1.0
+# Longer than a server, or a relay, takes to make its socket again.
 _GRACE_S = 3.0
 
 
@@ -53,6 +54,7 @@ class HostActor(Actor):
         self._own = False
         self._ended = False
         self._starting: asyncio.Task[Any] | None = None  # runs in the core thread
+        self._leaving: asyncio.Task[None] | None = None
         self._used: job.StoreActor | None = None
 
     async def __cleanup__(self, error: Exception | None) -> None:
@@ -118,15 +120,21 @@ class HostActor(Actor):
             self._watch(path)
         return control
 
-    def _watch(self, control: str) -> None:
-        """End this process once that socket is gone, which means that the server or the relay has
-        ended. The engine lets processes run on even if their root is gone.
+    def _watch(self, control: str, gone: bool = False) -> None:
+        """End this process once that socket is gone for good, which means that the server or the
+        relay has ended. The engine lets processes run on even if their root is gone.
+
+        Args:
+            gone: whether the socket was gone some time ago; it is made again if somebody else has
+                removed it.
         """
         loop = asyncio.get_running_loop()
         if os.path.exists(control):
             loop.call_later(_WATCH_S, self._watch, control)
-        else:  # in a shutdown, `end` comes before that, and ends this loop
-            loop.call_later(_GRACE_S, lambda: loop.create_task(self._leave()))
+        elif not gone:  # in a shutdown, `end` comes before that, and ends this loop
+            loop.call_later(_GRACE_S, self._watch, control, True)
+        else:
+            self._leaving = loop.create_task(self._leave())
 
     async def _leave(self) -> None:
         await self._close()

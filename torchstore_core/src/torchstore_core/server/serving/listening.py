@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 from torchstore_core.errors import ConfigurationError
 from torchstore_core.machine.directories import make_again
+from torchstore_core.machine.processes import is_exiting
 from torchstore_core.machine.sockets.unix import peer
 from torchstore_core.server.serving.journal import journal
 
@@ -48,6 +49,8 @@ class Listener:
     Attributes:
         renewed: called with the new descriptor when the socket was made again, because somebody
             has removed its file.
+        owner: the pid of the process whose directory it is in, and which is not this one; 0: none.
+            When that process has ended, the file is not made again.
     """
 
     def __init__(self, take: Take, *, keeps: bool = True) -> None:
@@ -57,6 +60,7 @@ class Listener:
         self._socket: socket.socket | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.renewed: Callable[[int], None] = _do_nothing
+        self.owner = 0
         self._name_timer: asyncio.TimerHandle | None = None
         self._paused = False
         self._told = False  # whether the pause was logged; reset after a while without a pause
@@ -109,13 +113,17 @@ class Listener:
         """See that clients find the socket, now and from time to time."""
         if self._socket is None:
             return
-        if not (self._paused or os.path.lexists(self._path)):
+        if not (self._paused or os.path.lexists(self._path) or self._is_left()):
             try:
                 make_again(os.path.dirname(self._path))
                 self._renew(self._socket, _listening(self._path))
             except (OSError, ConfigurationError) as error:
                 log.debug("%s is gone, and cannot be made again yet: %s", self._path, error)
         self._name_timer = self._loop.call_later(_NAME_S, self._look_for_file)
+
+    def _is_left(self) -> bool:
+        """Whether the owner has ended; then this process is about to."""
+        return self.owner > 0 and is_exiting(self.owner)
 
     def _renew(self, before: socket.socket, listener: socket.socket) -> None:
         self._readable()  # who has connected already
