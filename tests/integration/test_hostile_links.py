@@ -17,7 +17,7 @@ from tests.support import running_store, until
 
 import torchstore_core as ts
 from torchstore_core.clients.session.volume_links import VolumeLinks
-from torchstore_core.errors import TransportUnavailableError
+from torchstore_core.errors import TransportError, TransportUnavailableError
 from torchstore_transports.shm.link import ShmLink
 
 MB = 1 << 20
@@ -80,6 +80,23 @@ async def test_a_server_that_dies_ends_a_transfer_that_would_never_end(
             os.kill(pid, signal.SIGKILL)
             with pytest.raises(ts.StoreClosedError):
                 await asyncio.wait_for(task, 10)
+
+
+async def test_a_transport_that_fails_with_its_store_is_not_said_to_be_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may be the first that is gone, before the client hears of the server."""
+    async with running_store(keeper=False, block=["inline", "tcp"]) as client:
+        pid = (await client.status()).controller_pid
+
+        async def fails(*_: Any) -> None:
+            os.kill(pid, signal.SIGKILL)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            raise TransportError("the volume is gone")
+
+        monkeypatch.setattr("torchstore_core.clients.transfer.executor._by_window", fails)
+        with pytest.warns(RuntimeWarning, match="is gone"), pytest.raises(ts.StoreClosedError):
+            await client.put("k", torch.ones(4 * MB))
 
 
 async def test_a_transport_that_raises_anything_does_not_keep_leases(

@@ -316,6 +316,16 @@ class Session:
         channel = await self.channel(m.HANDSHAKE_S)
         await channel.call(m.Settle(channel.next_id(), volume, transport), m.Done, m.HANDSHAKE_S)
 
+    async def check_server(self) -> None:
+        """Ask the server for a sign of life. One that is only slow passes.
+
+        Raises:
+            StoreClosedError: the server is gone.
+        """
+        with contextlib.suppress(StoreTimeoutError):
+            channel = await self.channel(m.HANDSHAKE_S)
+            await channel.call(m.Exists(channel.next_id(), []), m.Flags, m.HANDSHAKE_S)
+
     async def keep_memory(self) -> None:
         """Must be awaited before memory of volumes is page-locked: see ``messages.Keep``.
 

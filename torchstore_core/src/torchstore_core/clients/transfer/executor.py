@@ -22,7 +22,12 @@ from torchstore_core.clients.transfer import mapping, staging
 from torchstore_core.clients.transfer.moves import Batch, GetBatch
 from torchstore_core.clients.transfer.windows import by_window as _by_window
 from torchstore_core.contracts.transport import Link
-from torchstore_core.errors import StoreClosedError, StoreTimeoutError, TransportError
+from torchstore_core.errors import (
+    StoreClosedError,
+    StoreTimeoutError,
+    TransportError,
+    TransportNotReadyError,
+)
 from torchstore_core.machine.tasks import together
 from torchstore_core.plugins.ranking import Candidate
 
@@ -71,6 +76,7 @@ async def execute(
 
     Raises:
         TransportError: no link could move one of the batches.
+        StoreClosedError: that was so because the store has ended.
         UnsupportedValueError: a tensor has changed in the meantime.
     """
     if len(batches) == 1:
@@ -104,6 +110,8 @@ async def _execute(session: Session, batch: Batch, deadline: float | None) -> Mo
                     last = error
                     if batch.unsettled:
                         await _settle(session, batch, error)
+            if last is not None and not isinstance(last, TransportNotReadyError):
+                await session.check_server()  # of a store that has ended, volumes may go first
             raise links.unreachable_error(batch.nbytes, last) from last
     except TransportError:
         if not (links.lost and batch.into_segment):
