@@ -350,8 +350,8 @@ class _MainNameFinder(pickle.Pickler):
 
 
 class _NullWriter:
-    def write(self, data: Any) -> int:
-        return len(data)
+    def write(self, data: bytes | pickle.PickleBuffer) -> int:
+        return memoryview(data).nbytes  # what lies outside of the frames may be a PickleBuffer
 
 
 # ---- tensors inside of objects ------------------------------------------------------------
