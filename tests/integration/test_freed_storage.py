@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import torchstore_core as ts
+from torchstore_core.clients.state_dicts.putting import plan_put
 from torchstore_core.clients.transfer import executor
 from torchstore_core.clients.transfer.moves import get_batches
 from torchstore_core.clients.transfer.targets import Results, resolve
@@ -261,10 +262,17 @@ async def test_tensors_that_are_said_to_be_zeros_have_no_memory_either(client: t
         await client.get("k", torch._efficientzerotensor((3,)))
 
 
-def test_tensors_inside_of_transforms_have_no_memory_to_look_at() -> None:
+def test_tensors_inside_of_transforms_are_called_that() -> None:
+    """They were called freed ones, of FSDP; in a state dict, they raised a RuntimeError."""
+
     def put(x: torch.Tensor) -> torch.Tensor:
-        with refused("k"):
-            storable("k", x)
+        for look in (
+            lambda: storable("k", x),
+            lambda: encode_object("k", [x], allow_pickle=True),
+            lambda: plan_put({"k": x}, "all", anonymous="a process", allow_pickle=True),
+        ):
+            with pytest.raises(ts.UnsupportedValueError, match=r"'k'.*a transform of torch\.func"):
+                look()
         return x
 
     torch.func.vmap(put)(torch.ones(2, 3))

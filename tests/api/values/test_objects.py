@@ -11,6 +11,7 @@ import random
 import sys
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from tests.processes import run_script
@@ -228,6 +229,15 @@ async def test_tensors_inside_objects(shared):
     assert list(got["weights"]) == ["weight", "bias"]
     assert torch.equal(got["weights"]["weight"], module.weight)
     assert got["shapes"] == [torch.Size([1])]
+
+
+async def test_large_arrays_beside_tensors(shared):
+    """Such a value was refused, because a buffer of pickle has no length."""
+    rollout = {"observations": np.arange(20_000), "logits": torch.ones(3)}
+    await ts.put("o", rollout)
+    got = await ts.get("o")
+    assert np.array_equal(got["observations"], rollout["observations"])
+    assert torch.equal(got["logits"], rollout["logits"])
 
 
 class Bomb:

@@ -37,7 +37,7 @@ def get(line):
 """
 
 DEFINITIONS = """
-import dataclasses, enum, threading
+import dataclasses, enum, pickle, threading
 from typing import NamedTuple
 
 class Mode(enum.Enum):
@@ -57,6 +57,13 @@ class Config:
 
 class Point(NamedTuple):
     x: int
+
+class Array:
+    def __init__(self, data):
+        self.data = bytes(data)
+
+    def __reduce_ex__(self, protocol):  # as arrays of numpy do
+        return Array, (pickle.PickleBuffer(self.data),)
 
 class Locked:
     lock = threading.Lock()
@@ -119,6 +126,7 @@ VALUES = {
     "both": "put((Mode.TRAIN, adder(5)))",
     "shared": "put((lambda a: [a, a])(Config(Mode.EVAL)))",
     "large": "put((Point(1), b'x' * 3_000_000))",
+    "large array": "put((Point(1), Array(b'x' * 3_000_000)))",
     "says main": "put(({1j: range(3)}, '__main__'))",
 }
 
@@ -148,6 +156,7 @@ def test_a_reader_that_does_not_know_the_program_gets_them_by_value(there: dict[
     assert got["both"][1](1) == 6
     assert got["shared"][0] is got["shared"][1]
     assert (got["large"][0].x, len(got["large"][1])) == (1, 3_000_000)
+    assert (got["large array"][0].x, len(got["large array"][1].data)) == (1, 3_000_000)
     assert got["says main"] == ({1j: range(3)}, "__main__")
     assert len(there["large"]) < 2 * 3_100_000  # once
 

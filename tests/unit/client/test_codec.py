@@ -313,6 +313,25 @@ def test_what_cannot_be_stored_says_so() -> None:
         deep = deep.pop()
 
 
+def test_bytes_that_are_too_long_for_msgpack_need_pickle() -> None:
+    """They raised an error of msgspec."""
+    long = bytes(1 << 32)  # zeros, which take no memory until somebody writes them
+    for value in (long, {"a": [long]}):
+        with pytest.raises(UnsafeObjectError, match=r"'k'.*less than 4 GiB"):
+            encode_object("k", value, allow_pickle=False)
+
+
+class Endless:
+    def __reduce__(self) -> Any:
+        return bytes, (bytes(1 << 62),)
+
+
+def test_an_object_that_takes_more_memory_than_there_is_can_be_stored_elsewhere() -> None:
+    """It was called an object that cannot be stored."""
+    with pytest.raises(MemoryError):
+        encode_object("k", Endless(), allow_pickle=True)
+
+
 def test_a_pickled_object_is_not_loaded_against_the_users_word() -> None:
     """Loading runs code, so it is refused before anything is looked at."""
 

@@ -36,7 +36,10 @@ class Ties:
                 return None
         if tensor.layout is not torch.strided or tensor.is_meta:
             return None
-        address = tensor.data_ptr()
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:  # inside of a transform of torch.func: there is an error for that
+            return None
         if not address or not tensor.numel():
             return None
         others = self._found.get(address)

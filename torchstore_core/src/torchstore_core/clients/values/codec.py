@@ -70,15 +70,17 @@ def encode_object(key: str, value: Any, *, allow_pickle: bool) -> tuple[ObjectMe
     Raises:
         UnsafeObjectError: the value needs pickle, which is not allowed.
         UnsupportedValueError: the value cannot be pickled either.
+        MemoryError: this process has no memory for the bytes.
     """
     try:
         return ObjectMeta(MSGPACK), _encode(_to_wire(value, set(), {}, 0))
-    except (_NotExactError, UnicodeEncodeError):
+    except (_NotExactError, UnicodeEncodeError, msgspec.EncodeError):
+        # The last of them: msgpack cannot take 4 GiB in one piece.
         if not allow_pickle:
             raise UnsafeObjectError(
                 f"{key!r}: a {type(value).__qualname__} needs pickle, which allow_pickle=False "
-                "forbids; put tensors, numbers, str, bytes, and plain containers of them, none of "
-                "them in two places",
+                "forbids; put tensors, numbers, str and bytes of less than 4 GiB, and plain "
+                "containers of them, none of them in two places",
                 key=key,
             ) from None
     try:
@@ -91,7 +93,7 @@ def encode_object(key: str, value: Any, *, allow_pickle: bool) -> tuple[ObjectMe
         if _may_mention(_TENSOR_MARK, data) and _check_tensors(key, value):
             data = _pickled(value)
         return ObjectMeta(PICKLE), data
-    except UnsupportedValueError:
+    except (UnsupportedValueError, MemoryError):
         raise
     except Exception as error:
         hint = "" if _cloudpickle() else "; lambdas, local classes and the like need cloudpickle"
@@ -350,8 +352,8 @@ class _MainNameFinder(pickle.Pickler):
 
 
 class _NullWriter:
-    def write(self, data: Any) -> int:
-        return len(data)
+    def write(self, data: bytes | pickle.PickleBuffer) -> int:
+        return memoryview(data).nbytes  # what lies outside of the frames may be a PickleBuffer
 
 
 # ---- tensors inside of objects ------------------------------------------------------------

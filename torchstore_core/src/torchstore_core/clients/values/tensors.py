@@ -147,6 +147,11 @@ def check_storage(key: str, tensor: torch.Tensor) -> None:
 
 
 def _without_storage(key: str, tensor: torch.Tensor) -> UnsupportedValueError:
+    try:
+        tensor.untyped_storage()
+    except NotImplementedError:
+        what = "a tensor inside of a transform of torch.func (vmap, grad, ...)"
+        return _refused(key, what, "use what the transform takes or returns")
     if math.prod(tensor.shape) * tensor.itemsize >= _TOO_MANY_BYTES:
         what = f"a tensor of {list(tensor.shape)}, expanded to more bytes than any memory has,"
         return _refused(key, what, "put it before it is expanded")
