@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import msgspec
 import torch
 
+from torchstore_core.errors import ConfigurationError
 from torchstore_snapshot.errors import RankFailedError
 
 if TYPE_CHECKING:
@@ -29,10 +30,16 @@ class Ranks:
 
     Args:
         group: the process group; None: the default one if ``torch.distributed`` is initialised.
+
+    Raises:
+        ConfigurationError: ``group`` is something else.
     """
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         dist = torch.distributed
+        given: object = group
+        if given is not None and not (dist.is_available() and isinstance(given, dist.ProcessGroup)):
+            raise ConfigurationError(f"pg is a process group of torch.distributed, not {given!r}")
         self.rank, self.size = 0, 1
         self._group = group
         if group is not None or (dist.is_available() and dist.is_initialized()):

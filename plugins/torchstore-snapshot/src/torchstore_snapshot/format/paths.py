@@ -6,11 +6,13 @@ import os
 import re
 import time
 
+from torchstore_core.errors import ConfigurationError
 from torchstore_snapshot.errors import SnapshotFormatError
 
 __all__ = [
     "MANIFEST",
     "check_file_name",
+    "check_name",
     "claim_file",
     "data_file",
     "new_take_id",
@@ -89,6 +91,12 @@ def take_of(name: str) -> str | None:
     """
     found = _OF_TAKE.fullmatch(name)
     return None if found is None else next(filter(None, found.groups()))
+
+
+def check_name(argument: str, name: object) -> None:
+    """Raise ConfigurationError unless an argument is a non-empty str, or None."""
+    if name is not None and (not isinstance(name, str) or not name):
+        raise ConfigurationError(f"{argument} is a non-empty str, or None, not {name!r}")
 
 
 def check_file_name(name: str, path: str) -> str:

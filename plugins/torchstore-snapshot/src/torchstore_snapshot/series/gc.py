@@ -19,7 +19,7 @@ from torchstore_snapshot.series.claims import GRACE_S, decode
 from torchstore_snapshot.series.retiring import mend_maps, retire, stale_maps, sweep_map
 from torchstore_snapshot.series.survey import Place, Survey, folder_name, references, survey
 from torchstore_snapshot.storage.base import KeepsUnfinished, Storage
-from torchstore_snapshot.storage.opening import open_storage
+from torchstore_snapshot.storage.opening import open_storage, path_text
 from torchstore_snapshot.storage.settings import using
 
 __all__ = ["GarbageFile", "GcReport", "gc", "remove_replaced"]
@@ -127,10 +127,10 @@ def gc(
     if last is not None and (type(last) is not int or last < 1):
         raise ConfigurationError(f"keep_last is an int above 0, not {last!r}")
     silence: object = grace
-    if silence is not None and not (isinstance(silence, int | float) and silence >= 0):
+    if silence is not None and not (type(silence) in (int, float) and float(grace or 0) >= 0):
         raise ConfigurationError(f"grace is a number of seconds from 0, not {grace!r}")
     with using(storage_options):
-        return _gc(os.fspath(path), keep_last, dry_run, grace)
+        return _gc(path_text(path), keep_last, dry_run, grace)
 
 
 def _gc(text: str, keep_last: int | None, dry_run: bool, grace: float | None) -> GcReport:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -112,7 +113,7 @@ def discard(prepared: Prepared) -> None:
 
 
 def take(
-    path: str,
+    path: str | os.PathLike[str],
     app_state: AppState,
     ranks: Ranks,
     replicated: list[str] | None,
