@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torchstore_snapshot.errors import ForeignFileError, NotAtomicError
@@ -259,6 +259,19 @@ class LocalStorage:
         except NotADirectoryError as error:
             raise _no_folder(parent) from error
         return [name for name in folders if name not in _NO_SNAPSHOTS]
+
+    @contextlib.contextmanager
+    def emptying(self) -> Iterator[None]:
+        parent, name = os.path.split(self._path)
+        mark = os.path.join(parent, temporary(name, new_take_id()))
+        with contextlib.suppress(OSError):  # there may be no room for it
+            os.mkdir(mark)
+        try:
+            yield
+            self.remove_if_empty()
+        finally:
+            with contextlib.suppress(OSError):
+                os.rmdir(mark)
 
     def remove_if_empty(self, folders: int = 1) -> None:
         path = self._path

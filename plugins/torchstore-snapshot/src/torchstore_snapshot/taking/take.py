@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from typing import Any
@@ -102,9 +103,10 @@ def discard(prepared: Prepared) -> None:
     """Remove what this rank has written for a take that failed."""
     storage = prepared.storage
     try:
-        for file in prepared.files:
-            storage.delete(file.name)
-        if prepared.made:  # the rank that is the last one removes it
+        with storage.emptying() if prepared.made else contextlib.nullcontext():
+            for file in prepared.files:
+                storage.delete(file.name)
+        if prepared.made > 1:  # the rank that is the last one removes it
             storage.remove_if_empty(prepared.made)
     except OSError:
         pass  # what remains is invisible, and gc collects it
