@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torchstore_snapshot import (
     StateDict,
 )
 from torchstore_snapshot.background import process
+from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.taking import take as taking
 
 SHAPES = {"even": (8, 6), "uneven": (7, 5), "small": (1, 3), "cube": (5, 4, 3), "wide": (2, 4096)}
@@ -321,3 +323,24 @@ def die_in_a_take(folder: str, moment: str) -> str:
     except RankFailedError as error:
         return type(error).__name__
     return "taken"
+
+
+def die_in_a_restore(folder: str, moment: int, results: str) -> None:
+    """The last rank is killed instead of telling the others something for the ``moment``-th time.
+    They write down what they raise, and after how many seconds, and live on.
+    """
+    rank, exchange, told = dist.get_rank(), Ranks.exchange, []
+
+    def die(ranks: Ranks, *args: Any) -> Any:
+        told.append(ranks)
+        if len(told) == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return exchange(ranks, *args)
+
+    if rank == dist.get_world_size() - 1:
+        Ranks.exchange = die  # type: ignore[method-assign]
+    begun = time.monotonic()
+    try:
+        Snapshot(folder).restore({"m": StateDict(mine=torch.zeros(70_000), n=-1)}, strict=False)
+    except RankFailedError as error:
+        Path(results, str(rank)).write_text(f"{time.monotonic() - begun:.0f} {error}")

@@ -252,3 +252,20 @@ async def test_a_new_rank_that_misses_something_ends_the_restore_of_all(
 async def test_all_ranks_hear_that_there_is_no_snapshot(jobs: Jobs, tmp_path: Path) -> None:
     found = await jobs["two"].run(acts.restore_halves, str(tmp_path), True)
     assert found == [("SnapshotNotFoundError", "", False, False)] * 2
+
+
+@pytest.mark.parametrize("moment", [1, 2])
+async def test_all_ranks_hear_of_one_that_dies_in_a_restore(
+    jobs: Jobs, tmp_path: Path, moment: int
+) -> None:
+    """Not only two of them, for which the others would wait: they have given up, and live."""
+    folder, results = str(tmp_path / "s"), tmp_path / "results"
+    results.mkdir()
+    await jobs["four"].run(acts.take_halves, folder)
+    with pytest.raises(AssertionError, match=r"failed:\nit has ended$"):
+        await jobs["four"].run(acts.die_in_a_restore, folder, moment, str(results))
+    said = [path.read_text() for path in sorted(results.iterdir())]
+    assert len(said) == 3
+    assert all("one of which may have died" in text for text in said)
+    assert max(int(text.split()[0]) for text in said) < 30
+    assert await jobs["four"].run(acts.restore_halves, folder, True) == [("", "", True, True)] * 4

@@ -69,7 +69,8 @@ class SnapshotVersionError(SnapshotFormatError):
 
 
 class ForeignFileError(SnapshotError, FileExistsError):
-    """A take would replace a file that no take has written, or a folder. Nothing was changed.
+    """A take would replace a file that no take has written, or a folder; or there is a file where
+    a folder of snapshots would be. Nothing was changed.
 
     ``details``: ``path``, and ``file`` with the name of the file.
     """

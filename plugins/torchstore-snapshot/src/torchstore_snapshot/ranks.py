@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import msgspec
 import torch
 
+from torchstore_core.errors import ConfigurationError
 from torchstore_snapshot.errors import RankFailedError
 
 if TYPE_CHECKING:
@@ -29,10 +30,16 @@ class Ranks:
 
     Args:
         group: the process group; None: the default one if ``torch.distributed`` is initialised.
+
+    Raises:
+        ConfigurationError: ``group`` is something else.
     """
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         dist = torch.distributed
+        given: object = group
+        if given is not None and not (dist.is_available() and isinstance(given, dist.ProcessGroup)):
+            raise ConfigurationError(f"pg is a process group of torch.distributed, not {given!r}")
         self.rank, self.size = 0, 1
         self._group = group
         if group is not None or (dist.is_available() and dist.is_initialized()):
@@ -86,16 +93,18 @@ class Ranks:
         return [msgspec.msgpack.decode(m.data, type=kind) for m in messages]
 
     def _gather(self, data: bytes) -> list[bytes]:
+        """Gather directly from each rank. Where ranks pass on what they have received, as in an
+        all_gather, only the neighbours of one that has died hear of it; the others wait for those,
+        which have given up.
+        """
         dist = torch.distributed
         device = torch.device("cpu")
         if dist.get_backend(self._group) == "nccl":
             device = torch.device("cuda", torch.cuda.current_device())
-        size = torch.tensor([len(data)], dtype=torch.int64, device=device)
-        sizes = [torch.zeros_like(size) for _ in range(self.size)]
-        dist.all_gather(sizes, size, group=self._group)
-        lengths = [int(n) for n in sizes]
-        sent = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
-        sent[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        received = [torch.empty_like(sent) for _ in lengths]
-        dist.all_gather(received, sent, group=self._group)
-        return [bytes(t[:n].cpu().numpy()) for t, n in zip(received, lengths, strict=True)]
+        sizes = torch.zeros(self.size, dtype=torch.int64, device=device)
+        dist.all_to_all_single(sizes, torch.full_like(sizes, len(data)), group=self._group)
+        lengths = sizes.tolist()
+        sent = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device).repeat(self.size)
+        received = torch.empty(sum(lengths), dtype=torch.uint8, device=device)
+        dist.all_to_all_single(received, sent, lengths, [len(data)] * self.size, group=self._group)
+        return [bytes(part.numpy()) for part in received.cpu().split(lengths)]

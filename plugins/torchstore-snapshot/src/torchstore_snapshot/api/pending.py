@@ -10,6 +10,7 @@ from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any
 
+from torchstore_core.clients.calls.arguments import check_timeout
 from torchstore_core.errors import StoreTimeoutError, in_seconds
 
 if TYPE_CHECKING:
@@ -57,9 +58,11 @@ class PendingSnapshot:
             SnapshotExistsError, RankFailedError, LayoutMismatchError, OSError: as for
                 ``Snapshot.take``.
             StoreTimeoutError: it takes longer; it goes on, and may be waited for again.
+            ConfigurationError: ``timeout`` is no number from 0, or None.
         """
+        seconds = check_timeout(timeout)
         try:
-            self._future.result(timeout)
+            self._future.result(seconds)
         except FutureTimeoutError as error:
             if self._future.done():  # the take's own error
                 raise

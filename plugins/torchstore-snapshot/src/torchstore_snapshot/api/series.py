@@ -19,6 +19,7 @@ from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.series.claims import GRACE_S
 from torchstore_snapshot.series.gc import GcReport, gc
 from torchstore_snapshot.series.survey import Place, survey
+from torchstore_snapshot.storage.opening import path_text
 from torchstore_snapshot.storage.settings import using
 from torchstore_snapshot.taking.preparing import NEWEST
 
@@ -58,7 +59,7 @@ class Series:
         last: object = keep_last
         if last is not None and (type(last) is not int or last < 1):
             raise ConfigurationError(f"keep_last is an int above 0, not {last!r}")
-        self.path = os.fspath(path)
+        self.path = path_text(path)
         self.keep_last = keep_last
         self._storage_options = storage_options
         with using(storage_options):

@@ -20,9 +20,9 @@ from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.restoring import restore as restoring
 from torchstore_snapshot.restoring.restore import Verify, VerifyNew
 from torchstore_snapshot.restoring.verifying import verify_all
-from torchstore_snapshot.storage.opening import open_storage, read_manifest
+from torchstore_snapshot.storage.opening import open_storage, path_text, read_manifest
 from torchstore_snapshot.storage.settings import using
-from torchstore_snapshot.taking.preparing import NEWEST, TakeOptions, agree
+from torchstore_snapshot.taking.preparing import TakeOptions, agree
 from torchstore_snapshot.taking.take import take
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Snapshot:
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         check_bools(allow_pickle=allow_pickle)
-        self.path = os.fspath(path)
+        self.path = path_text(path)
         self.pg = pg
         self._allow_pickle = allow_pickle
         with using(storage_options):
@@ -129,7 +129,7 @@ class Snapshot:
             base, overwrite=overwrite, fsync=fsync, allow_pickle=allow_pickle, **options
         )
         with using(storage_options):
-            url = take(os.fspath(path), app_state, Ranks(pg), replicated, chosen)
+            url = take(path, app_state, Ranks(pg), replicated, chosen)
         return cls(url, pg, allow_pickle=allow_pickle, storage_options=storage_options)
 
     @classmethod
@@ -179,7 +179,7 @@ class Snapshot:
             **options,
         )
         with using(storage_options):
-            agreed = agree(os.fspath(path), app_state, Ranks(pg), replicated, chosen, allowed)
+            agreed = agree(path, app_state, Ranks(pg), replicated, chosen, allowed)
             future = begin(agreed)
         url = agreed.first.url
         made = cls(url, pg, allow_pickle=allow_pickle, storage_options=storage_options)
@@ -356,5 +356,4 @@ def _options(base: Any, **given: Any) -> TakeOptions:
             f"{', '.join(sorted(unknown))}: a take has no such option; it has "
             f"{', '.join(TakeOptions._fields)}"
         )
-    path = base if base is None or base is NEWEST else os.fspath(base)
-    return TakeOptions(base=path, **given)
+    return TakeOptions(base=base, **given)

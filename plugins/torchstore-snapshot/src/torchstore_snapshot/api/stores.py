@@ -15,6 +15,7 @@ from torchstore_core.clients.calls.arguments import check_bools
 from torchstore_core.clients.packed.packed import TorchStoreStateDict
 from torchstore_core.clients.stores.environment import DEFAULT_NAME
 from torchstore_core.clients.values import nesting
+from torchstore_core.errors import ConfigurationError
 from torchstore_core.values import ObjectRef, Request, StateDictMeta
 from torchstore_snapshot.api.entries import state_dict_in, with_shards
 from torchstore_snapshot.api.shards import (
@@ -29,7 +30,7 @@ from torchstore_snapshot.api.snapshot import Snapshot
 from torchstore_snapshot.errors import SnapshotNotFoundError
 from torchstore_snapshot.format.manifest import Manifest, StoredKey
 from torchstore_snapshot.stopping import in_thread
-from torchstore_snapshot.storage.opening import open_storage, read_manifest
+from torchstore_snapshot.storage.opening import open_storage, path_text, read_manifest
 from torchstore_snapshot.storage.settings import using
 from torchstore_snapshot.taking.take import TakeOptions, take_values
 
@@ -73,6 +74,8 @@ async def snapshot_store(
         SnapshotExistsError, UnsafeObjectError, OSError: as for ``Snapshot.take``.
     """
     check_bools(overwrite=overwrite, fsync=fsync, allow_pickle=allow_pickle)
+    path_text(path)
+    _check_prefix(prefix)
     client = await ts.client(store_name)
     states: dict[str, Any] = {}
     stored: dict[str, StoredKey] = {}
@@ -114,11 +117,16 @@ async def snapshot_store(
 
     def take() -> str:
         with using(storage_options):
-            return take_values(os.fspath(path), states, stored, options, fetch)
+            return take_values(path_text(path), states, stored, options, fetch)
 
     url = await in_thread(take)
     held.clear()
     return Snapshot(url, allow_pickle=allow_pickle, storage_options=storage_options)
+
+
+def _check_prefix(prefix: object) -> None:
+    if not isinstance(prefix, str):
+        raise ConfigurationError(f"prefix is a str, not {prefix!r}")
 
 
 async def _newest(client: ts.Client, key: str, held: list[ts.HeldRef]) -> tuple[ts.Found, Any]:
@@ -174,9 +182,10 @@ async def load_into_store(
         StoreFullError, VersionGoneError, StoreClosedError: a value cannot be put.
     """
     check_bools(keep_versions=keep_versions, allow_pickle=allow_pickle, verify=verify)
-    client = await ts.client(store_name)
+    _check_prefix(prefix)
     with using(storage_options):
         storage = open_storage(path)
+    client = await ts.client(store_name)
     manifest = await thread_loops.in_thread(partial(read_manifest, storage))
     snapshot = Snapshot(path, allow_pickle=allow_pickle, storage_options=storage_options)
     refs: dict[str, ObjectRef] = {}

@@ -19,11 +19,11 @@ from torchstore_snapshot.converting.torchsnapshots import from_torchsnapshot
 from torchstore_snapshot.converting.torchsnapshots_out import to_torchsnapshot
 from torchstore_snapshot.errors import SnapshotExistsError, SnapshotNotFoundError
 from torchstore_snapshot.format.manifest import Manifest, TensorEntry
-from torchstore_snapshot.format.paths import new_take_id
+from torchstore_snapshot.format.paths import check_name, new_take_id
 from torchstore_snapshot.format.safetensors_files import FILE_MAX
 from torchstore_snapshot.restoring.files import Files
 from torchstore_snapshot.storage.local import LocalStorage, make_folders
-from torchstore_snapshot.storage.opening import is_remote, open_storage, read_manifest
+from torchstore_snapshot.storage.opening import is_remote, open_storage, path_text, read_manifest
 from torchstore_snapshot.storage.settings import using
 from torchstore_snapshot.taking.take import TakeOptions
 
@@ -94,7 +94,11 @@ def convert(
         OSError: the storage failed.
     """
     check_bools(overwrite=overwrite, fsync=fsync, allow_pickle=allow_pickle)
-    urls = [is_remote(os.fspath(path)) for path in (source, destination)]
+    check_name("key", key)
+    for name, number, least in (("rank", rank, 0), ("file_max", file_max, 1)):
+        if number is not None and (type(number) is not int or number < least):
+            raise ConfigurationError(f"{name} is an int from {least}, or None, not {number!r}")
+    urls = [is_remote(path_text(path)) for path in (source, destination)]
     with using(storage_options, with_folders=any(urls)):
         return _convert(
             source,

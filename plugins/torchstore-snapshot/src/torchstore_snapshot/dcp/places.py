@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from torchstore_core.errors import ConfigurationError
+from torchstore_core.clients.calls.arguments import check_key, check_store_name, check_timeout
+from torchstore_core.errors import ConfigurationError, UnsupportedValueError
 from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.storage.opening import open_storage
 from torchstore_snapshot.storage.settings import using
@@ -53,9 +54,27 @@ class AtPath:
 
 
 class AtKey:
-    """A half whose checkpoints are state dicts in a live store."""
+    """A half whose checkpoints are state dicts in a live store.
 
-    _key: str | None
+    Args:
+        key: the key of all of them; None: what ``checkpoint_id=`` of the call says.
+        store_name: which store.
+        timeout: seconds for each call of the store; None: the store's default.
+
+    Raises:
+        ConfigurationError, UnsupportedValueError: an argument is invalid.
+    """
+
+    def __init__(self, key: str | None, store_name: str, timeout: float | None) -> None:
+        self._fixed = self._key = None if key is None else check_key(key)
+        self._store_name = check_store_name(store_name)
+        check_timeout(timeout)
+        self._timeout = timeout
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin with another checkpoint."""
+        if checkpoint_id is not None and self._fixed is None:
+            self._key = check_key(_as_key(checkpoint_id))
 
     @property
     def checkpoint_id(self) -> str:
@@ -73,4 +92,12 @@ class AtKey:
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this can be a key."""
-        return 0 < len(os.fspath(checkpoint_id)) <= 4000
+        try:
+            check_key(_as_key(checkpoint_id))
+        except UnsupportedValueError:
+            return False
+        return True
+
+
+def _as_key(checkpoint_id: object) -> object:
+    return os.fspath(checkpoint_id) if isinstance(checkpoint_id, os.PathLike) else checkpoint_id

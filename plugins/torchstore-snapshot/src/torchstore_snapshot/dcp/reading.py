@@ -32,6 +32,7 @@ from torchstore_snapshot.dcp.objects import saved
 from torchstore_snapshot.dcp.places import AtPath
 from torchstore_snapshot.errors import SnapshotNotFoundError
 from torchstore_snapshot.format.manifest import Checkpoint, Manifest, ObjectEntry, TensorEntry
+from torchstore_snapshot.format.paths import check_name
 from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.restoring.files import Files
 from torchstore_snapshot.restoring.reading import (
@@ -44,7 +45,7 @@ from torchstore_snapshot.restoring.reading import (
     read_piece,
 )
 from torchstore_snapshot.restoring.restore import VerifyNew, when_new
-from torchstore_snapshot.storage.opening import read_manifest
+from torchstore_snapshot.storage.opening import path_text, read_manifest
 from torchstore_snapshot.storage.settings import using
 
 __all__ = ["SnapshotStorageReader", "described", "load_values", "unfolded"]
@@ -83,7 +84,8 @@ class SnapshotStorageReader(AtPath, StorageReader):
     ) -> None:
         with using(storage_options):  # refuses what are none
             self._storage_options = storage_options
-        self._path = None if path is None else os.fspath(path)
+        self._path = None if path is None else path_text(path)
+        check_name("key", key)
         self._key = key
         self._verify = verify
         self._check: Check | None = "before" if when_new(verify) == "during" else when_new(verify)
@@ -98,8 +100,8 @@ class SnapshotStorageReader(AtPath, StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin to load another checkpoint."""
-        if checkpoint_id:
-            self._path = os.fspath(checkpoint_id)
+        if checkpoint_id is not None:
+            self._path = path_text(checkpoint_id)
         self._manifest, self._values, self._verified = None, {}, None
 
     def read_metadata(self) -> Metadata:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 import uuid
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch.futures import Future
 
 import torchstore_core as ts
 from torchstore_core.clients.calls import thread_loops
-from torchstore_core.clients.calls.arguments import check_bools
+from torchstore_core.clients.calls.arguments import check_bools, check_version
 from torchstore_core.clients.stores.environment import DEFAULT_NAME
 from torchstore_core.clients.values import nesting
 from torchstore_core.clients.values.sharding import ShardList
@@ -67,24 +66,17 @@ class TorchStoreReader(AtKey, StorageReader):
         allow_pickle: bool = False,
         timeout: float | None = None,
     ) -> None:
-        self._fixed = key
-        self._key = key
-        self._store_name = store_name
-        self._version = version
+        super().__init__(key, store_name, timeout)
         check_bools(allow_pickle=allow_pickle)
+        check_version(version)
+        self._version = version
         self._allow_pickle = allow_pickle
-        self._timeout = timeout
         self._seen = 0
         self._entries: dict[str, TensorMeta] = {}
         self._objects: dict[str, Any] = {}
         self._stored: list[str] = []
 
     # ---- the steps of a load, in order -----------------------------------------------------
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin to load another checkpoint."""
-        if checkpoint_id and self._fixed is None:
-            self._key = os.fspath(checkpoint_id)
 
     def read_metadata(self) -> Metadata:
         """Return what the state dict contains.

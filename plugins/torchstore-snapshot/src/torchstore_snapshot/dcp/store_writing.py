@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -74,13 +73,13 @@ class TorchStoreWriter(AtKey, StorageWriter):
         allow_pickle: bool = False,
         timeout: float | None = None,
     ) -> None:
-        self._fixed = key
-        self._key = key
-        self._store_name = store_name
-        self._keep = keep
+        super().__init__(key, store_name, timeout)
         check_bools(allow_pickle=allow_pickle)
+        number: object = keep
+        if number is not None and (type(number) is not int or number < 1):
+            raise ConfigurationError(f"keep is an int above 0, not {keep!r}")
+        self._keep = keep
         self._allow_pickle = allow_pickle
-        self._timeout = timeout
         self._rank = 0
         self._save_id = ""
 
@@ -89,11 +88,6 @@ class TorchStoreWriter(AtKey, StorageWriter):
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
 
     # ---- the steps of a save, in order -----------------------------------------------------
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another checkpoint."""
-        if checkpoint_id and self._fixed is None:
-            self._key = os.fspath(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Remember this process's rank. All ranks call this.

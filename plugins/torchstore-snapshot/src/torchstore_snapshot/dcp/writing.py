@@ -29,8 +29,9 @@ from torchstore_snapshot.format.manifest import (
     Entry,
     Manifest,
 )
-from torchstore_snapshot.format.paths import claim_file, new_take_id, take_of
+from torchstore_snapshot.format.paths import check_name, claim_file, new_take_id, take_of
 from torchstore_snapshot.series.claims import Claim, require
+from torchstore_snapshot.storage.opening import path_text
 from torchstore_snapshot.storage.remote import RemoteStorage
 from torchstore_snapshot.storage.settings import using
 from torchstore_snapshot.taking.collecting import Item
@@ -82,8 +83,7 @@ class SnapshotStorageWriter(AtPath, StorageWriter):
             raise ConfigurationError(
                 f"{', '.join(sorted(unknown))}: a save has no such option; it has file_max, threads"
             )
-        if key is not None and (type(key) is not str or not key):
-            raise ConfigurationError(f"key is a non-empty str, not {key!r}")
+        check_name("key", key)
         self._options = TakeOptions(
             overwrite=overwrite, fsync=fsync, allow_pickle=allow_pickle, **options
         )
@@ -91,7 +91,7 @@ class SnapshotStorageWriter(AtPath, StorageWriter):
         self._key = key
         with using(storage_options):  # refuses what are none
             self._storage_options = storage_options
-        self._path = None if path is None else os.fspath(path)
+        self._path = None if path is None else path_text(path)
         self._process = os.getpid()
         self._take = new_take_id()
         self._rank = 0
@@ -110,8 +110,8 @@ class SnapshotStorageWriter(AtPath, StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another checkpoint."""
-        if checkpoint_id:
-            self._path = os.fspath(checkpoint_id)
+        if checkpoint_id is not None:
+            self._path = path_text(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Prepare the folder. All ranks call this.

@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import re
 import time
+from typing import NamedTuple
 
+from torchstore_core.errors import ConfigurationError
 from torchstore_snapshot.errors import SnapshotFormatError
+from torchstore_snapshot.format.owners import OWNER, has_ended, owner
 
 __all__ = [
     "MANIFEST",
+    "Temporary",
     "check_file_name",
+    "check_name",
     "claim_file",
     "data_file",
     "new_take_id",
@@ -18,17 +23,21 @@ __all__ = [
     "plain_name",
     "take_of",
     "temporary",
+    "temporary_of",
 ]
 
 #: The name of the manifest. A folder is a snapshot if, and only if, it contains this file.
 MANIFEST = "snapshot.json"
 
 _TAKE = re.compile(r"[0-9a-f]{12}-[0-9a-f]{8}")
+_TEMPORARY = re.compile(
+    rf"\.(?P<name>.+)-(?P<take>{_TAKE.pattern})\.(?P<owner>{OWNER.pattern})\.[0-9a-f]{{8}}\.tmp"
+)
 # All the names that the functions below make, and no others: gc removes such files.
 _OF_TAKE = re.compile(
     rf".*-({_TAKE.pattern})-\d+-\d+\.safetensors"
     rf"|\.(?:part|claim)-({_TAKE.pattern})(?:-\d+)?\.json"
-    rf"|\..+-({_TAKE.pattern})\.[0-9a-f]{{8}}\.tmp"
+    rf"|{_TEMPORARY.pattern}"
 )
 _UNSAFE = re.compile(r"[^A-Za-z0-9_]+")
 
@@ -76,9 +85,27 @@ def claim_file(take: str) -> str:
 
 def temporary(name: str, take: str) -> str:
     """Return a name under which a file is written before it is renamed to ``name``. It is a new one
-    each time: a process that was killed may have left another.
+    each time: a process that was killed may have left another. It says which process that was.
     """
-    return f".{name}-{take}.{os.urandom(4).hex()}.tmp"
+    return f".{name}-{take}.{owner()}.{os.urandom(4).hex()}.tmp"
+
+
+class Temporary(NamedTuple):
+    """What the name of a temporary file or folder says.
+
+    Args:
+        name: what it would be renamed to.
+        orphaned: the process that has made it was one of this host, and does not run any more.
+    """
+
+    name: str
+    orphaned: bool
+
+
+def temporary_of(name: str) -> Temporary | None:
+    """Return what a name that :func:`temporary` has made says; None for any other name."""
+    found = _TEMPORARY.fullmatch(name)
+    return None if found is None else Temporary(found["name"], has_ended(found["owner"]))
 
 
 def take_of(name: str) -> str | None:
@@ -88,7 +115,13 @@ def take_of(name: str) -> str | None:
     ('0195d0a2b3c4-00c0ffee', None)
     """
     found = _OF_TAKE.fullmatch(name)
-    return None if found is None else next(filter(None, found.groups()))
+    return None if found is None else found["take"] or found[1] or found[2]
+
+
+def check_name(argument: str, name: object) -> None:
+    """Raise ConfigurationError unless an argument is a non-empty str, or None."""
+    if name is not None and (not isinstance(name, str) or not name):
+        raise ConfigurationError(f"{argument} is a non-empty str, or None, not {name!r}")
 
 
 def check_file_name(name: str, path: str) -> str:

@@ -15,12 +15,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import msgspec
 
 from torchstore_core.errors import TorchStoreError
 from torchstore_snapshot.errors import TakeLostError
+from torchstore_snapshot.format.owners import host, started
 from torchstore_snapshot.format.paths import claim_file, new_take_id, take_of, temporary
 from torchstore_snapshot.storage.base import Storage
 
@@ -91,8 +91,8 @@ def alive(record: Record, modified: float, grace: float, now: Callable[[], float
     """
     if record.lost:
         return False
-    if record.host == _host():
-        return _started(record.pid) == record.started
+    if record.host == host():
+        return started(record.pid) == record.started
     if not grace or time.time() - modified < grace:
         return grace > 0
     return now() - modified < grace  # the clock of this host may be wrong
@@ -165,8 +165,9 @@ def withdraw(storage: Storage, take: str, *, keep_folder: bool) -> None:
 
 
 def _remove(storage: Storage, take: str, made: int) -> None:
-    storage.delete(claim_file(take))
-    if made:
+    with storage.emptying() if made else contextlib.nullcontext():
+        storage.delete(claim_file(take))
+    if made > 1:
         storage.remove_if_empty(made)
 
 
@@ -388,19 +389,4 @@ class Claim:
 
 
 def _own(take: str, files: tuple[tuple[str, str], ...] | None) -> Record:
-    return Record(take, _host(), os.getpid(), _started(os.getpid()) or 0, files)
-
-
-@functools.cache
-def _host() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
-
-
-def _started(pid: int) -> int | None:
-    """When a process was started; None if it does not run."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+    return Record(take, host(), os.getpid(), started(os.getpid()) or 0, files)

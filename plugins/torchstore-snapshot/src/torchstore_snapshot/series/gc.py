@@ -13,13 +13,13 @@ import msgspec
 from torchstore_core.clients.calls.arguments import check_bools
 from torchstore_core.errors import ConfigurationError, TorchStoreError
 from torchstore_snapshot.format.manifest import Manifest
-from torchstore_snapshot.format.paths import MANIFEST, claim_file, take_of
+from torchstore_snapshot.format.paths import MANIFEST, claim_file, take_of, temporary_of
 from torchstore_snapshot.format.weight_maps import MAP, map_name, written_by_a_take
 from torchstore_snapshot.series.claims import GRACE_S, decode
 from torchstore_snapshot.series.retiring import mend_maps, retire, stale_maps, sweep_map
 from torchstore_snapshot.series.survey import Place, Survey, folder_name, references, survey
 from torchstore_snapshot.storage.base import KeepsUnfinished, Storage
-from torchstore_snapshot.storage.opening import open_storage
+from torchstore_snapshot.storage.opening import open_storage, path_text
 from torchstore_snapshot.storage.settings import using
 
 __all__ = ["GarbageFile", "GcReport", "gc", "remove_replaced"]
@@ -127,10 +127,10 @@ def gc(
     if last is not None and (type(last) is not int or last < 1):
         raise ConfigurationError(f"keep_last is an int above 0, not {last!r}")
     silence: object = grace
-    if silence is not None and not (isinstance(silence, int | float) and silence >= 0):
+    if silence is not None and not (type(silence) in (int, float) and float(grace or 0) >= 0):
         raise ConfigurationError(f"grace is a number of seconds from 0, not {grace!r}")
     with using(storage_options):
-        return _gc(os.fspath(path), keep_last, dry_run, grace)
+        return _gc(path_text(path), keep_last, dry_run, grace)
 
 
 def _gc(text: str, keep_last: int | None, dry_run: bool, grace: float | None) -> GcReport:
@@ -175,8 +175,22 @@ def _gc(text: str, keep_last: int | None, dry_run: bool, grace: float | None) ->
     marks = [f for f in files if f.take in seen.stale and f.name == claim_file(f.take)]
     files = [file for file in files if file not in marks]
     files += _maps(place, seen, [name for name in names if name not in gone])
+    # Others may be about to put something into a folder that had a snapshot, but nothing into one
+    # where a take has died, or whose folder does not have its name yet; except a take that begins,
+    # which then makes the folder again. Beside a folder that was just emptied, there is one without
+    # its name.
+    unnamed = {} if single else {n: at for n in seen.files if (at := temporary_of(n))}
+    died = set() if single else {*seen.dead.values(), *(at.name for at in unnamed.values())}
+    # Files may have stayed for others that referred to them when a snapshot was dropped.
+    emptied = set() if single else {file.snapshot for file in files + marks}
+    leaving = gone.keys() | (died | emptied) - seen.manifests.keys() - unnamed.keys()
     if not dry_run:  # first, so that there is room for what is mended
-        _remove(place, seen, files + marks, silence)
+        with contextlib.ExitStack() as folders:
+            for name in sorted(leaving & {*place.member.siblings()}):
+                folders.enter_context(place.folder(name).emptying())
+            _remove(place, seen, files + marks, silence)
+        for name in unnamed:
+            place.folder(name).remove_if_empty()
     mended: list[str] = []
     for name, manifest in seen.manifests.items():
         if name not in names or name in gone or name in seen.running.values():
@@ -186,18 +200,6 @@ def _gc(text: str, keep_last: int | None, dry_run: bool, grace: float | None) ->
         if maps and not dry_run:
             maps = mend_maps(folder, silence)
         mended += [f"{name}/{map_}" for map_ in maps]
-    if not dry_run:
-        # Others may be about to put something into a folder that had a snapshot, but nothing into
-        # one where a take has died, or whose folder does not have its name yet; except a take that
-        # begins, which then makes the folder again.
-        unnamed = {name for name in seen.files if take_of(name)}
-        died = set() if single else unnamed | {*seen.dead.values()} - seen.manifests.keys()
-        # Files may have stayed for others that referred to them when a snapshot was dropped.
-        emptied = (
-            set() if single else {file.snapshot for file in files + marks} - seen.manifests.keys()
-        )
-        for name in gone.keys() | died | emptied:
-            place.folder(name).remove_if_empty()
     return GcReport(
         place.url if not single else own.url,
         dry_run,
@@ -292,6 +294,8 @@ def _garbage(
                 continue
             # In a folder without its name, a take has nothing yet but what it can write again.
             known = take in retired or ended or take_of(name) or (name, info.name) in let_go
+            # Whoever was to rename it does not live any more.
+            known = known or ((made := temporary_of(info.name)) and made.orphaned)
             if known or max(now - info.modified, 0.0) >= grace:
                 yield GarbageFile(name, info.name, info.nbytes, take)
 

@@ -207,8 +207,8 @@ def _announced(
         taken = any(not record.retires for record in others) or (alone and len(others) > 1)
         yield None if taken else claim
     finally:
-        claim.release()
-        folder.remove_if_empty()  # who has removed all that was there could not, beside this claim
+        with folder.emptying():  # who has removed all that was there could not, beside this claim
+            claim.release()
 
 
 def await_retirement(folder: Storage) -> None:

@@ -7,6 +7,7 @@ by any thread. Errors of the storage itself (a full disk, no permission, no netw
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torchstore_core.machine.bus_errors import Guard
@@ -217,6 +218,12 @@ class Storage(Protocol):
 
     def siblings(self) -> Sequence[str]:
         """Return the names of the folders beside this one, and its own if it exists."""
+
+    def emptying(self) -> AbstractContextManager[None]:
+        """While it lasts, everything in the folder may be removed; then the folder is removed, too,
+        if there is nothing in it. If the process is killed meanwhile, a temporary folder beside it,
+        with its name, tells ``gc`` that it may be empty. (Only on the local file system.)
+        """
 
     def remove_if_empty(self, folders: int = 1) -> None:
         """Remove the folder if there is nothing in it, and if the storage has empty folders.

@@ -6,10 +6,10 @@ import contextlib
 import ctypes
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torchstore_snapshot.errors import NotAtomicError
+from torchstore_snapshot.errors import ForeignFileError, NotAtomicError
 from torchstore_snapshot.format.paths import new_take_id, temporary
 from torchstore_snapshot.storage.base import FileInfo, First, Mapping
 from torchstore_snapshot.storage.descriptors import NO_FILE, OpenForReading
@@ -209,6 +209,8 @@ class LocalStorage:
                             found.append(FileInfo(entry.name, stat.st_size, stat.st_mtime))
         except FileNotFoundError:
             return []
+        except NotADirectoryError as error:
+            raise _no_folder(self._path) from error
         return found
 
     def is_folder(self, name: str) -> bool:
@@ -247,14 +249,29 @@ class LocalStorage:
         return LocalStorage(os.path.join(os.path.dirname(self._path), name))
 
     def siblings(self) -> Sequence[str]:
-        with (
-            contextlib.suppress(FileNotFoundError),
-            os.scandir(os.path.dirname(self._path)) as all_,
-        ):
-            # A link, such as `latest`, is another name of a folder, not another snapshot.
-            folders = [entry.name for entry in all_ if entry.is_dir(follow_symlinks=False)]
-            return [name for name in folders if name not in _NO_SNAPSHOTS]
-        return []
+        parent = os.path.dirname(self._path)
+        try:
+            with os.scandir(parent) as all_:
+                # A link, such as `latest`, is another name of a folder, not another snapshot.
+                folders = [entry.name for entry in all_ if entry.is_dir(follow_symlinks=False)]
+        except FileNotFoundError:
+            return []
+        except NotADirectoryError as error:
+            raise _no_folder(parent) from error
+        return [name for name in folders if name not in _NO_SNAPSHOTS]
+
+    @contextlib.contextmanager
+    def emptying(self) -> Iterator[None]:
+        parent, name = os.path.split(self._path)
+        mark = os.path.join(parent, temporary(name, new_take_id()))
+        with contextlib.suppress(OSError):  # there may be no room for it
+            os.mkdir(mark)
+        try:
+            yield
+            self.remove_if_empty()
+        finally:
+            with contextlib.suppress(OSError):
+                os.rmdir(mark)
 
     def remove_if_empty(self, folders: int = 1) -> None:
         path = self._path
@@ -295,11 +312,22 @@ def make_folders(path: str) -> list[str]:
             os.makedirs(path, exist_ok=True)
         except BaseException as error:
             LocalStorage(path).remove_if_empty(len(made))
-            other = os.path.lexists(path) and not os.path.isdir(path)
-            if other or not isinstance(error, FileExistsError):
+            if not isinstance(error, FileExistsError | NotADirectoryError):
                 raise
+            if any(os.path.lexists(each) and not os.path.isdir(each) for each in (path, above)):
+                raise _no_folder(path) from error
             continue  # it was there, and a take that failed has just removed it
         return made
+
+
+def _no_folder(path: str) -> ForeignFileError:
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    return ForeignFileError(
+        f"there is a file at {path!r}, where a folder of snapshots would be; move it away, or give "
+        "another path",
+        details={"path": path, "file": os.path.basename(path)},
+    )
 
 
 def _flush(path: str) -> None:

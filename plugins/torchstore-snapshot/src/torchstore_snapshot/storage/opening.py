@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import PurePath
 from urllib.parse import unquote_to_bytes
 
 from torchstore_core.errors import ConfigurationError
@@ -16,7 +17,7 @@ from torchstore_snapshot.storage.local import LocalStorage
 from torchstore_snapshot.storage.remote import RemoteStorage
 from torchstore_snapshot.storage.settings import for_folders
 
-__all__ = ["is_remote", "leavings", "open_storage", "read_manifest"]
+__all__ = ["is_remote", "leavings", "open_storage", "path_text", "read_manifest"]
 
 
 def open_storage(path: str | os.PathLike[str]) -> Storage:
@@ -27,9 +28,7 @@ def open_storage(path: str | os.PathLike[str]) -> Storage:
             path is no path, a URL names no folder, one of a local folder names another host or a
             relative path, or a folder is given ``storage_options``.
     """
-    text: object = os.fspath(path)
-    if not isinstance(text, str) or not text or "\0" in text:
-        raise ConfigurationError(f"the path of a snapshot is a str, not {text!r}")
+    text = path_text(path)
     if is_remote(text):
         if not text.rpartition("://")[2].strip("/"):
             raise ConfigurationError(f"{text!r} names no folder", details={"path": text})
@@ -43,6 +42,28 @@ def open_storage(path: str | os.PathLike[str]) -> Storage:
     return LocalStorage(text if local is None else _path_of(text, text[local.end() :]))
 
 
+def path_text(path: object) -> str:
+    """Return a path or URL as text.
+
+    Raises:
+        ConfigurationError: it is neither a non-empty str nor such a path, no file can have that
+            name, or it was a URL, of which a ``pathlib.Path`` keeps only one slash.
+    """
+    text: object = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ConfigurationError(f"the path of a snapshot is a non-empty str, not {text!r}")
+    if isinstance(path, PurePath) and _WAS_URL.match(text) and not os.path.isdir(path.parts[0]):
+        raise ConfigurationError(
+            f"{text!r} was a URL before it was made a {type(path).__name__}, "
+            "which keeps one of its slashes; give it as a str"
+        )
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError as error:
+        raise ConfigurationError(f"the path {text!r} of a snapshot has half a character") from error
+    return str(text)
+
+
 def is_remote(path: str) -> bool:
     """Whether a path is the URL of something else than a local folder.
 
@@ -54,6 +75,7 @@ def is_remote(path: str) -> bool:
 
 # What the URLs of local files begin with; RFC 8089 has file:/path, too.
 _LOCAL = re.compile(r"file:|local:(?=//)", re.IGNORECASE)
+_WAS_URL = re.compile(r"(?!file:)[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
 
 
 def _path_of(url: str, rest: str) -> str:

@@ -7,7 +7,7 @@ import inspect
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -294,6 +294,11 @@ class RemoteStorage:
     def siblings(self) -> Sequence[str]:
         folders = self._entries(self._root.rpartition("/")[0])
         return [_last(entry["name"]) for entry in folders if entry["type"] == "directory"]
+
+    @contextlib.contextmanager
+    def emptying(self) -> Iterator[None]:
+        yield
+        self.remove_if_empty()
 
     def remove_if_empty(self, folders: int = 1) -> None:
         if folders and not self._protocols & _WITHOUT_FOLDERS:

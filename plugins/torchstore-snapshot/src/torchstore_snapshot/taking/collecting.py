@@ -102,8 +102,10 @@ def collect(
         AppStateError: see :func:`~torchstore_snapshot.api.stateful.checked`.
     """
     given: object = replicated
-    if isinstance(given, str):  # each of its letters would be a glob
-        raise AppStateError(f"replicated is a list of globs, such as [{given!r}], not a str")
+    if not isinstance(given, list | tuple | set | frozenset) or not all(
+        isinstance(glob, str) for glob in given
+    ):  # each letter of a str would be a glob
+        raise AppStateError(f"replicated is a list of globs, such as ['model/*'], not {given!r}")
     rng: tuple[RNGState, dict[str, Any]] | None = None
     states: dict[str, Any] = {}
     common: dict[str, Collection[str] | None] = {}

@@ -21,7 +21,7 @@ from torchstore_snapshot.series.claims import GRACE_S, Claim
 from torchstore_snapshot.series.survey import Place, folder_name, references, survey
 from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.storage.local import LocalStorage
-from torchstore_snapshot.storage.opening import open_storage, read_manifest
+from torchstore_snapshot.storage.opening import open_storage, path_text, read_manifest
 from torchstore_snapshot.taking.collecting import Item, collect, refuse_ambiguous, with_slashes
 from torchstore_snapshot.taking.planning import (
     Holding,
@@ -69,13 +69,15 @@ class TakeOptions(NamedTuple):
     file_max: int = FILE_MAX
     threads: int | None = None
     progress: Progress = False
-    base: str | Literal[Base.NEWEST] | None = None
+    base: str | os.PathLike[str] | Literal[Base.NEWEST] | None = None
     memory_budget: int | None = None
 
     def check(self) -> None:
         """Raise ConfigurationError if a value is invalid."""
         check_bools(overwrite=self.overwrite, fsync=self.fsync, allow_pickle=self.allow_pickle)
         check_progress(self.progress)
+        if self.base is not None and self.base is not NEWEST:
+            path_text(self.base)
         for name in ("file_max", "threads", "memory_budget"):
             number: object = getattr(self, name)
             if (type(number) is not int or number < 1) and not (
@@ -152,7 +154,7 @@ class Agreed(NamedTuple):
 
 
 def agree(
-    path: str,
+    path: str | os.PathLike[str],
     app_state: AppState,
     ranks: Ranks,
     replicated: list[str] | None,
@@ -182,7 +184,9 @@ def agree(
             check(storage)
         if ranks.rank == 0:
             refuse_existing(storage, overwrite=options.overwrite)
-        keys, items = collect(app_state, replicated or (), allow_pickle=options.allow_pickle)
+        keys, items = collect(
+            app_state, () if replicated is None else replicated, allow_pickle=options.allow_pickle
+        )
         if ranks.rank == 0:
             refuse_foreign_maps(storage, maps_of(items))
         held, alone = holdings(items) if ranks.size > 1 else ([], 0)
@@ -276,7 +280,7 @@ def _newest(storage: Storage) -> tuple[Storage, Manifest] | None:
     return storage.sibling(name), found[name]
 
 
-def _at(storage: Storage, path: str) -> tuple[Storage, Manifest]:
+def _at(storage: Storage, path: str | os.PathLike[str]) -> tuple[Storage, Manifest]:
     base = _beside(storage, open_storage(path))
     if storage.sibling(folder_name(base)).url != base.url:
         raise ConfigurationError(

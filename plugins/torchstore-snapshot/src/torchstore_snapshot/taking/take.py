@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from typing import Any
 
@@ -101,9 +103,10 @@ def discard(prepared: Prepared) -> None:
     """Remove what this rank has written for a take that failed."""
     storage = prepared.storage
     try:
-        for file in prepared.files:
-            storage.delete(file.name)
-        if prepared.made:  # the rank that is the last one removes it
+        with storage.emptying() if prepared.made else contextlib.nullcontext():
+            for file in prepared.files:
+                storage.delete(file.name)
+        if prepared.made > 1:  # the rank that is the last one removes it
             storage.remove_if_empty(prepared.made)
     except OSError:
         pass  # what remains is invisible, and gc collects it
@@ -112,7 +115,7 @@ def discard(prepared: Prepared) -> None:
 
 
 def take(
-    path: str,
+    path: str | os.PathLike[str],
     app_state: AppState,
     ranks: Ranks,
     replicated: list[str] | None,
