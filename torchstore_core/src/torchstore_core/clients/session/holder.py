@@ -136,11 +136,14 @@ class Holder:
         """A reference has ended. Safe in finalizers."""
         if self.live.pop(ident, None) is not None:
             self._outbox.append(ident)
-            if self._wake is None:
-                self.flush(0.0)
-            elif not self._is_waiting:
-                self._is_waiting = True
-                self._wake()
+            self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        if self._wake is None:
+            self.flush(0.0)
+        elif not self._is_waiting:
+            self._is_waiting = True
+            self._wake()
 
     def lend(self, ident: int) -> int:
         """A reference is being sent: returns a ticket for it, of which the server learns even if
@@ -153,21 +156,10 @@ class Holder:
         self._send_now()
         return ticket
 
-    def contain(self, tickets: list[int], ref: ObjectRef) -> None:
-        """A version was put of which references are part that were lent to these tickets."""
-        for some in runs(tickets):
-            self._outbox.append(m.Contain(some, ref.key, ref.version, ref.timeline))
-        self._send_now()
-
     def take_back(self, tickets: list[int]) -> None:
-        """What was encoded with these tickets was sent to nobody: it is as if it had arrived here
-        and ended. Safe in finalizers.
-        """
-        for ticket in tickets:
-            ident = self.next_id()
-            self.begin(ident, ObjectRef("", 0))
-            self._outbox.append(m.Claim(ident, ticket, "", 0, 0))
-            self.end(ident)
+        """What was encoded with these tickets was sent to nobody. Safe in finalizers."""
+        self._outbox.extend(map(m.TakeBack, runs(tickets)))
+        self._flush_soon()
 
     def _send_now(self) -> None:
         # A server that is stopped is waited for once, not for each reference of a large message.
