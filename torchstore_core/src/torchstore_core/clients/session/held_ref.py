@@ -307,13 +307,17 @@ class Lent:
         return found
 
     def take_back(self) -> None:
-        """Nobody has the value, but for the store that it was sent to, if it was."""
+        """Nobody has the value, but for the store that it was sent to, if it was. A forked child
+        has only a copy of this.
+        """
         tickets, self._tickets = self._tickets, {}
+        if self._pid != os.getpid():
+            return
         for holder, numbers in tickets.items():
             holder.take_back(numbers)
 
     def __del__(self) -> None:
-        if not self.is_sent and self._pid == os.getpid():
+        if not self.is_sent:
             self.take_back()
 
 
