@@ -140,6 +140,12 @@ class _Ticket:
         self.held = held
         self.claimed = False
         self.due: float | None = None
+        self.inside: set[Ref] = set()  # the values that have it in them
+
+    def receive(self, due: float) -> None:
+        self.claimed = True
+        if not self.inside:
+            self.due = due
 
 
 class HoldsMachine(RuleBasedStateMachine):
@@ -160,6 +166,7 @@ class HoldsMachine(RuleBasedStateMachine):
         self.dying: set[bytes] = set()
         self.numbers = itertools.count(1)
         self.early: set[int] = set()  # tickets that were claimed before their sender was read
+        self.containers: dict[Ref, int] = {}  # the ticket that is in a value
 
     def teardown(self) -> None:
         self.store.close()
@@ -196,7 +203,7 @@ class HoldsMachine(RuleBasedStateMachine):
         self.holds.pop(token)
         self.dying.discard(token)
         for ticket in self.tickets.values():
-            if ticket.sender.token == token and ticket.due is None:
+            if ticket.sender.token == token and ticket.due is None and not ticket.inside:
                 ticket.due = self.store.clock.now + GRACE_S
 
     def _living(self, session: SessionRecord) -> bool:
@@ -278,9 +285,49 @@ class HoldsMachine(RuleBasedStateMachine):
         self.store.holds.lend(session, hold, number)
         ticket = self.tickets[number] = _Ticket(session, {hold: ref})
         if overtaken and number in self.early:
-            ticket.claimed = True
-            ticket.due = self.store.clock.now + GRACE_S
+            ticket.receive(self.store.clock.now + GRACE_S)
         return number, ref
+
+    @rule(
+        target=sent,
+        session=sessions,
+        data=st.data(),
+        key=st.sampled_from(KEYS),
+        order=st.sampled_from(("lent first", "put first", "gone first")),
+    )
+    def put_into(self, session, data, key, order):
+        """A value with a reference in it. They come over two connections."""
+        mine = self.holds.get(session.token)
+        if not mine or not self._living(session):
+            return multiple()
+        hold, number = data.draw(st.sampled_from(sorted(mine))), next(self.numbers)
+        if order == "lent first":
+            self.store.holds.lend(session, hold, number)
+        outer = self.current[key] = self.store.put_value(session, key, bytes(10), number)
+        self.sizes[outer] = 10
+        if order == "gone first":
+            self.delete(key)
+        if order != "lent first":
+            self.store.holds.lend(session, hold, number)
+        ticket = self.tickets[number] = _Ticket(session, {hold: mine[hold]})
+        ticket.inside, self.containers[outer] = {outer}, number
+        return number, mine[hold]
+
+    @rule(session=sessions, what=sent)
+    def take_back(self, session, what):
+        """The put was given up: whether it has taken place, the server knows."""
+        self.store.holds.take_back(session, [what[0]])
+        ticket = self.tickets.get(what[0])
+        if ticket is not None and not (ticket.claimed or ticket.inside):
+            del self.tickets[what[0]]
+
+    def _look_into_values(self, due: float) -> None:
+        """What was in those that are gone may have been read just now."""
+        alive = self._alive()
+        for outer in self.containers.keys() - alive:
+            ticket = self.tickets[self.containers.pop(outer)]
+            ticket.inside.discard(outer)
+            ticket.receive(due)
 
     @rule(session=sessions, what=sent)
     def receive(self, session, what):
@@ -293,8 +340,7 @@ class HoldsMachine(RuleBasedStateMachine):
         has_ended = session.token not in self.holds
         self.store.claim(session, hold, number, ref)
         if ticket is not None:  # also if its receiver has died since
-            ticket.claimed = True
-            ticket.due = self.store.clock.now + GRACE_S
+            ticket.receive(self.store.clock.now + GRACE_S)
         elif there or has_ended:
             self.early.add(number)
         if there and not has_ended:
@@ -328,10 +374,12 @@ class HoldsMachine(RuleBasedStateMachine):
         end = self.store.clock.now + seconds
         for token in list(self.dying):  # a quarter of a second later, what it sent has been read
             self._ended(token)
+            self._look_into_values(self.store.clock.now + GRACE_S)
         self.store.clock.advance(seconds)
-        for number, ticket in list(self.tickets.items()):
-            if ticket.due is not None and ticket.due < end - 0.5:
-                del self.tickets[number]
+        while dues := [t.due for t in self.tickets.values() if t.due and t.due < end - 0.5]:
+            now = min(dues)
+            self.tickets = {n: t for n, t in self.tickets.items() if t.due != now}
+            self._look_into_values(now + SHORT_GRACE_S)
 
     # ---- what must be so ------------------------------------------------------------------
 
@@ -344,6 +392,7 @@ class HoldsMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_referred_to_is_there_and_nothing_else(self):
+        self._look_into_values(self.store.clock.now + GRACE_S)
         alive = self._alive()
         assert self.store.used == sum(self.sizes[ref] for ref in alive)
         for ref in self.sizes:
