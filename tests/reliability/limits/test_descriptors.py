@@ -336,6 +336,9 @@ async def test_a_keeper_without_descriptors_loses_nothing() -> None:
                 other = await ts.connect(scarce.address, store_name="unkept")
                 ref = await other.put_object([1, 2, 3])
                 await until(lambda: "has no file descriptor left for what is to" in scarce.log())
+                held = len(descriptors_of(scarce))
+                limit_descriptors(keeper.pid, LIMIT)
+                await until(lambda: len(descriptors_of(scarce)) == held + 1)  # the session, too
                 (server,) = keeper.children()
                 limit_descriptors(keeper.pid, 5)
                 server.kill()

@@ -39,7 +39,7 @@ _MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None)
 _MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
 # So many descriptors a server needs besides those that it was started with, before a client can use
 # it.
-_DESCRIPTORS = 18
+_DESCRIPTORS = 20
 #: How many new objects trigger a garbage collection: more than a put of 18,000 entries creates.
 _COLLECT_EVERY = 100_000
 
@@ -78,7 +78,8 @@ def run(
     if say is None:
         say = _say if keeper is None else keeper.started
     try:
-        check_descriptors("a store", _DESCRIPTORS)
+        if keeper is None or keeper.life == 1:  # a later life has some of them already
+            check_descriptors("a store", _DESCRIPTORS)
     except TorchStoreError as error:
         return _cannot_start(error, say, keeper)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
