@@ -55,6 +55,29 @@ def test_one_that_comes_up_faster_than_any_server_can_is_given_up(tmp_path: Path
     assert status == 1
 
 
+# What a server knows of a volume in another process, at most: see ``messages.MAX_HELLO_FRAME``.
+LONG = """
+import os
+from torchstore_core.server.keeping.keeper import Keeper
+
+def serve(keeper):
+    if keeper.life == 1:
+        keeper.note(volume="x" * 90_000)
+        keeper.ready()
+        os.abort()
+    assert len(keeper.facts["volume"]) == 90_000
+    return 0
+
+raise SystemExit(Keeper(serve, print).run())
+"""
+
+
+def test_a_keeper_hears_the_longest_message() -> None:
+    program = [sys.executable, "-c", LONG]
+    ended = subprocess.run(program, text=True, timeout=60, stderr=subprocess.PIPE, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
 # Its server leaves the descriptor of a pipe with a keeper that has none left: while it starts; or
 # later, and again when there are some.
 WITHOUT_DESCRIPTORS = """

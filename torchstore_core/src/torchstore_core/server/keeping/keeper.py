@@ -48,7 +48,8 @@ _SECONDS_A_DEATH = 0.5
 _DEATH_WHEN_READY = 1 / 32
 # How long a server may take to end when it is told to.
 _END_S = 2.0
-_LARGEST = 1 << 16
+# A message has at most what a volume says of itself, in base64 (``messages.MAX_HELLO_FRAME``).
+_LARGEST = 1 << 17
 _MOST_DESCRIPTORS = 64
 _PR_SET_PDEATHSIG = 1  # of the kernel's include/uapi/linux/prctl.h
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
