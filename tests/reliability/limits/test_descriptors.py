@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import psutil
@@ -275,6 +276,48 @@ def descriptors_left(count: int) -> Iterator[int]:
         yield limit
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+async def test_a_child_that_is_forked_without_descriptors_has_what_its_parent_had() -> None:
+    """Another put got the memory that its tensor was mapped from, and its reference was gone."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        server = ScarceServer(Path(folder), owner=os.getpid())
+        try:
+            client = await ts.connect(server.address, store_name="forking")
+            await client.put("w", LARGE)
+            tensor, ref = await client.get("w"), await client.put_object([1, 2, 3])
+            read, write = os.pipe()
+            with descriptors_left(0):
+                pid = os.fork()
+            if not pid:
+                _be_child(client, read, tensor, ref)
+            del tensor, ref
+            await client.delete("w")
+            for at in range(3):
+                await client.put(f"other {at}", torch.zeros_like(LARGE))
+            os.write(write, b"x")
+            _, status = await asyncio.to_thread(os.waitpid, pid, 0)
+            assert os.waitstatus_to_exitcode(status) == 0
+            for fd in (read, write):
+                os.close(fd)
+            await ts.shutdown("forking")
+        finally:
+            server.close()  # nobody else knows that the child does not read any more
+    await sessions_have_ended()
+
+
+def _be_child(client: ts.Client, read: int, tensor: torch.Tensor, ref: ts.HeldRef) -> NoReturn:
+    """End with status 0 if what was there at the fork still is when something can be read."""
+    found = []
+    try:
+        os.read(read, 1)
+        found.append((tensor.numpy() == LARGE.numpy()).all())  # torch would start threads
+        # In a thread, because this one runs an event loop of the parent.
+        ask = threading.Thread(target=lambda: found.append(asyncio.run(client.get(ref))))
+        ask.start()
+        ask.join()
+    finally:
+        os._exit(0 if found == [True, [1, 2, 3]] else 1)
 
 
 def test_a_server_takes_as_many_descriptors_as_it_may() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import secrets
@@ -19,6 +20,7 @@ import msgspec
 from torchstore_core.clients.session.handshake import client_facts, socket_path
 from torchstore_core.errors import StoreClosedError
 from torchstore_core.machine import topology
+from torchstore_core.machine.sockets.unix import OUT_OF_DESCRIPTORS
 from torchstore_core.values import ObjectRef
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.batches import MOST_NUMBERS, runs
@@ -92,7 +94,8 @@ class Holder:
         self._is_waiting = False  # ends of holds, to be sent together
         self._is_urgent = False
         self._is_stuck = False
-        self._forking: tuple[socket.socket, dict[int, ObjectRef]] | None = None
+        # What the child is lent: its connection, if there is one, the ticket, and the references.
+        self._forking: tuple[socket.socket | None, int, dict[int, ObjectRef]] | None = None
         self._locked_for_fork = False
         self._pid = os.getpid()
         self.ends_when_unused = False
@@ -288,27 +291,32 @@ class Holder:
 
     def before_fork(self) -> None:
         """In the parent: lend all holds to a session for the child, on a connection that the child
-        inherits. So it ends with the child, however early the child ends.
+        inherits. So it ends with the child, however early the child ends. Without a descriptor for
+        it, the child opens one; if it cannot, they are lent as long as this process lives.
         """
         self._forking = None
         self._locked_for_fork = self._lock.acquire(timeout=_PATIENCE_S)
         if not self._locked_for_fork or self._connection is None or not self.live:
             return
         ticket = secrets.randbits(63) | 1
+        theirs: socket.socket | None = None
         try:
             theirs = _connect(self.place, m.Adopt(ticket))
-        except (OSError, StoreClosedError):
+        except StoreClosedError:
             return
-        self._forking = theirs, dict(self.live)
+        except OSError as error:
+            if error.errno not in OUT_OF_DESCRIPTORS:
+                return
+        self._forking = theirs, ticket, dict(self.live)
         self._outbox.append(m.LendAll(ticket))
         self._collect()
         self._push(_PATIENCE_S)
 
     def after_fork_in_parent(self) -> None:
         """The connection is the child's alone, and the lock that the fork needed is free again."""
-        if self._forking is not None:
-            self._forking[0].close()
-            self._forking = None
+        forking, self._forking = self._forking, None
+        if forking is not None and forking[0] is not None:
+            forking[0].close()
         if self._locked_for_fork:
             self._locked_for_fork = False
             self._lock.release()
@@ -328,7 +336,10 @@ class Holder:
         self._unsent.clear()
         if forking is None:
             return
-        self._connection, lent = forking
+        self._connection, ticket, lent = forking
+        if self._connection is None:
+            with contextlib.suppress(OSError, StoreClosedError):
+                self._connection = _connect(self.place, m.Adopt(ticket))
         self.ends_when_unused = False
         self._outbox.append(m.Adopt(0, self._pid))
         self._outbox.extend([ident for ident in lent if ident not in self.live])
