@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -404,6 +405,13 @@ class HoldsMachine(RuleBasedStateMachine):
         reports = self.store.holds.report(sessions, set())
         assert {(one.key, one.version) for one in reports} == self._held()
         assert all(one.holders for one in reports)
+
+    @invariant()
+    def each_ticket_knows_how_many_values_have_it(self):
+        holds = self.store.holds
+        inside = Counter(itertools.chain.from_iterable(holds.containers.values()))
+        known = {number: one.inside for number, one in holds._tickets.items() if one.inside}
+        assert {**known, **holds._contained_early} == inside
 
 
 TestHolds = HoldsMachine.TestCase
