@@ -55,6 +55,29 @@ def test_one_that_comes_up_faster_than_any_server_can_is_given_up(tmp_path: Path
     assert status == 1
 
 
+# Its server cannot start again at the moment, more often than it may die before it is given up.
+LATER = """
+import os
+from torchstore_core.server.keeping import keeper as keeping
+
+keeping._MOST_DEATHS = 1.5
+
+def serve(keeper):
+    if keeper.life == 1:
+        keeper.ready()
+        os.abort()
+    return os.EX_TEMPFAIL if keeper.life < 4 else 0
+
+raise SystemExit(keeping.Keeper(serve, print).run())
+"""
+
+
+def test_a_server_that_cannot_start_at_the_moment_is_not_given_up() -> None:
+    program = [sys.executable, "-c", LATER]
+    ended = subprocess.run(program, text=True, timeout=60, stderr=subprocess.PIPE, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
 # What a server knows of a volume in another process, at most: see ``messages.MAX_HELLO_FRAME``.
 LONG = """
 import os
