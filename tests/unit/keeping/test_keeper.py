@@ -78,6 +78,39 @@ def test_a_server_that_cannot_start_at_the_moment_is_not_given_up() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+# The owner ends when its server cannot start again, and never can.
+WITHOUT_OWNER = """
+import os, sys, time
+from torchstore_core.server.keeping import keeper as keeping
+
+keeping._MOST_DEATHS = 2.5
+if not (owner := os.fork()):
+    sys.stdin.readline()
+    os._exit(0)
+
+def serve(keeper):
+    if keeper.life == 1:
+        keeper.ready()
+        os.abort()
+    os.write(2, b"\\n")
+    return os.EX_TEMPFAIL
+
+raise SystemExit(keeping.Keeper(serve, print, owner).run())
+"""
+
+
+def test_a_keeper_whose_owner_has_ended_does_not_wait_for_ever() -> None:
+    program = [sys.executable, "-c", WITHOUT_OWNER]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(program, text=True, stdin=pipe, stderr=pipe) as keeper:
+        assert keeper.stdin is not None
+        assert keeper.stderr is not None
+        while keeper.stderr.readline() != "\n":
+            assert keeper.poll() is None
+        keeper.stdin.close()
+        assert keeper.wait(20) == 1
+
+
 # What a server knows of a volume in another process, at most: see ``messages.MAX_HELLO_FRAME``.
 LONG = """
 import os

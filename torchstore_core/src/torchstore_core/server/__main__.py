@@ -38,8 +38,8 @@ _M_MMAP_THRESHOLD = -3
 _MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None)
 _MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
 # So many descriptors a server needs besides those that it was started with, before a client can use
-# it.
-_DESCRIPTORS = 20
+# it; and a later life, which has some already, besides what its sessions need.
+_DESCRIPTORS, _DESCRIPTORS_AGAIN = 20, 11
 #: How many new objects trigger a garbage collection: more than a put of 18,000 entries creates.
 _COLLECT_EVERY = 100_000
 
@@ -78,8 +78,8 @@ def run(
     if say is None:
         say = _say if keeper is None else keeper.started
     try:
-        if keeper is None or keeper.life == 1:  # a later life has some of them already
-            check_descriptors("a store", _DESCRIPTORS)
+        is_first = keeper is None or keeper.life == 1
+        check_descriptors("a store", _DESCRIPTORS if is_first else _DESCRIPTORS_AGAIN)
     except TorchStoreError as error:
         return _cannot_start(error, say, keeper)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:

@@ -24,6 +24,7 @@ from torchstore_core.errors import (
 from torchstore_core.machine import topology
 from torchstore_core.machine.directories import PrivateDirectory, make_again
 from torchstore_core.machine.processes import started
+from torchstore_core.machine.sockets.unix import check_descriptors
 from torchstore_core.plugins.installed import Inventory
 from torchstore_core.plugins.registry import Registry
 from torchstore_core.plugins.strategy_data import decode_strategy
@@ -380,8 +381,12 @@ class Server:
         keeper, returning = self._keeper, self.returning
         if keeper is None or returning is None:
             return
-        for name in keeper.names():
-            fd = keeper.kept(name) if name.startswith(_SESSION) else None
+        names = [name for name in keeper.names() if name.startswith(_SESSION)]
+        # For the processes of the clients, and to read what is kept: see ``Conversation``. And the
+        # event loop opens one with the first connection.
+        check_descriptors("the sessions that it had", 2 * len(names) + 1)
+        for name in names:
+            fd = keeper.kept(name)
             if fd is None:
                 continue
             accepted = socket.socket(fileno=fd)

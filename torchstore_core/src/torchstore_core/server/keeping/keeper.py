@@ -118,7 +118,7 @@ class Keeper:
             if status == 0:
                 return 0
             if isinstance(status, OSError) or status == os.EX_TEMPFAIL:
-                time.sleep(_SECONDS_A_DEATH)  # so this is never given up
+                deaths += self._pause()  # so this is given up only when the owner has ended
             now = time.monotonic()
             deaths = max(0.0, deaths - (now - then) / _SECONDS_A_DEATH)
             deaths += _DEATH_WHEN_READY if self._ready else 1.0
@@ -155,6 +155,16 @@ class Keeper:
         self._failure = error
         if self._pid:
             os.kill(self._pid, signal.SIGKILL)
+
+    def _pause(self) -> float:
+        """Wait while a server cannot be started. Returns 1 when the owner has ended: for those who
+        may be left it is tried some 30 times more; 0 otherwise.
+        """
+        time.sleep(_SECONDS_A_DEATH)
+        if self._owner_fd >= 0 and select.select([self._owner_fd], [], [], 0)[0]:
+            os.close(self._owner_fd)
+            self._owner_fd, self._owner_ended = -1, True
+        return float(self._owner_ended)
 
     def _start(self, ours: socket.socket, theirs: socket.socket) -> None:
         """Fork. In the child, run the server.
@@ -194,7 +204,9 @@ class Keeper:
         except BaseException as error:
             if isinstance(error, OSError) and error.errno in OUT_OF_DESCRIPTORS:
                 status = os.EX_TEMPFAIL
-            log.exception("the server has failed")
+                log.error("the server has no file descriptor left: %s", error)
+            else:
+                log.exception("the server has failed")
         finally:
             sys.stderr.flush()
             os._exit(status)
