@@ -395,5 +395,23 @@ async def test_a_keeper_without_descriptors_loses_nothing() -> None:
             scarce.close()
 
 
+async def test_a_server_without_descriptors_to_start_again_waits_for_them() -> None:
+    """It failed in the midst of it, and was given up after some thirty attempts."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        scarce = ScarceServer(Path(folder), owner=os.getpid(), keeper=True)
+        keeper = scarce.process
+        try:
+            (server,) = keeper.children()
+            few = len(descriptors_of(scarce)) + 5
+            resource.prlimit(keeper.pid, resource.RLIMIT_NOFILE, (few, few))
+            server.kill()
+            in_words = "cannot start again: transport-not-ready: process "
+            await until(lambda: scarce.log().count(in_words) > 1)
+            assert "Traceback" not in scarce.log()
+            assert keeper.is_running()
+        finally:
+            scarce.close()
+
+
 def limit_descriptors(pid: int, limit: int) -> None:
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, LIMIT))
