@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import os
 import pickle
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -102,6 +104,49 @@ async def test_values_keep_what_the_references_in_them_refer_to(
         del first, second, packed
         await outer.delete_batch(["latest", "state"])
         await until(lambda: _is(left, 0))
+
+
+@pytest.mark.local_only
+async def test_references_in_a_put_whose_outcome_is_unknown_are_held_by_its_value_alone(
+    runtime: str, monkeypatch: pytest.MonkeyPatch
+):
+    """The server reads it when its client has given up."""
+    monkeypatch.setenv("TORCHSTORE_REF_GRACE", "0.1")
+    async with running_store(runtime, store_name="late") as late:
+        server = (await late.status()).controller_pid
+        values = [[await late.put_object(at), bytes(at % 2 * BIG)] for at in range(4)]
+        await late.put("large", bytes(BIG))
+        os.kill(server, signal.SIGSTOP)
+        try:
+            for at, value in enumerate(values[:2]):
+                with pytest.raises(ts.StoreTimeoutError):
+                    await late.put(f"timed out {at}", value, timeout=0.1)
+            tasks = [asyncio.ensure_future(late.put("cancelled", value)) for value in values[2:]]
+            await asyncio.wait(tasks, timeout=0.1)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        finally:
+            os.kill(server, signal.SIGCONT)
+        values.clear()
+        del value, tasks, task
+
+        async def only_values_hold() -> list[ts.RefReport]:
+            gc.collect()  # the errors and their frames
+            refs = await late.refs()
+            states = {holder.state for one in refs for holder in one.holders}
+            return refs if states <= {"in a value"} else []
+
+        await until(only_values_hold)
+        for key in await late.keys():
+            if key != "large":
+                assert (await late.get(key))[0] is not None
+        await late.delete_batch(await late.keys())
+        await until(lambda: _is(lambda: _held(late), 0))
+
+
+async def _held(client: ts.Client) -> int:
+    return len(await client.refs())
 
 
 class _NotStored:

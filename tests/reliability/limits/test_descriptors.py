@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import psutil
@@ -277,6 +278,48 @@ def descriptors_left(count: int) -> Iterator[int]:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
+async def test_a_child_that_is_forked_without_descriptors_has_what_its_parent_had() -> None:
+    """Another put got the memory that its tensor was mapped from, and its reference was gone."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        server = ScarceServer(Path(folder), owner=os.getpid())
+        try:
+            client = await ts.connect(server.address, store_name="forking")
+            await client.put("w", LARGE)
+            tensor, ref = await client.get("w"), await client.put_object([1, 2, 3])
+            read, write = os.pipe()
+            with descriptors_left(0):
+                pid = os.fork()
+            if not pid:
+                _be_child(client, read, tensor, ref)
+            del tensor, ref
+            await client.delete("w")
+            for at in range(3):
+                await client.put(f"other {at}", torch.zeros_like(LARGE))
+            os.write(write, b"x")
+            _, status = await asyncio.to_thread(os.waitpid, pid, 0)
+            assert os.waitstatus_to_exitcode(status) == 0
+            for fd in (read, write):
+                os.close(fd)
+            await ts.shutdown("forking")
+        finally:
+            server.close()  # nobody else knows that the child does not read any more
+    await sessions_have_ended()
+
+
+def _be_child(client: ts.Client, read: int, tensor: torch.Tensor, ref: ts.HeldRef) -> NoReturn:
+    """End with status 0 if what was there at the fork still is when something can be read."""
+    found = []
+    try:
+        os.read(read, 1)
+        found.append((tensor.numpy() == LARGE.numpy()).all())  # torch would start threads
+        # In a thread, because this one runs an event loop of the parent.
+        ask = threading.Thread(target=lambda: found.append(asyncio.run(client.get(ref))))
+        ask.start()
+        ask.join()
+    finally:
+        os._exit(0 if found == [True, [1, 2, 3]] else 1)
+
+
 def test_a_server_takes_as_many_descriptors_as_it_may() -> None:
     """The usual soft limit is far below the hard one."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
@@ -289,25 +332,17 @@ def test_a_server_takes_as_many_descriptors_as_it_may() -> None:
 
 
 @pytest.mark.parametrize("keeper", [False, True])
-def test_a_server_without_descriptors_says_so_when_it_starts(keeper: bool) -> None:
-    codes = []
-    for limit in range(14 if keeper else 12, LIMIT):
-        with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-            options = {"capacity": 1 << 20, "prefault": 0, "directory": folder, "keeper": keeper}
-            command = f"ulimit -n {limit}; exec {sys.executable} -P -m torchstore_core.server"
-            server = subprocess.Popen(
-                ["sh", "-c", f"{command} '{msgspec.json.encode(options).decode()}'"],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-            )
-            with server:
-                assert server.stdout is not None
-                said = server.stdout.readline()
-                server.terminate()
-            if said and "address" in (answer := msgspec.json.decode(said)):
-                break
-            codes += [answer["error"]] if said else []
-    assert set(codes) == {"transport-not-ready"}
+@pytest.mark.parametrize("limit", [7, 12, 13, 19])
+def test_a_server_without_descriptors_says_so_when_it_starts(limit: int, keeper: bool) -> None:
+    """Before it has started anything that would fail in words of its own."""
+    options = {"capacity": 1 << 20, "prefault": 0, "keeper": keeper}
+    command = f"ulimit -n {limit}; exec {sys.executable} -P -m torchstore_core.server"
+    command += f" '{msgspec.json.encode(options).decode()}'"
+    ended = subprocess.run(["sh", "-c", command], capture_output=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert msgspec.json.decode(ended.stdout)["error"] == "transport-not-ready"
+    assert f"(its limit is {limit}; see ulimit -n)" in ended.stdout.decode()
+    assert not ended.stderr
 
 
 async def test_a_session_that_the_server_has_no_descriptors_for_is_refused_in_words() -> None:
@@ -330,3 +365,53 @@ async def test_a_session_that_the_server_has_no_descriptors_for_is_refused_in_wo
                 await ts.shutdown("one more")
         finally:
             scarce.close()
+
+
+async def test_a_keeper_without_descriptors_loses_nothing() -> None:
+    """It ended, and the store with it, with the next session; or when the server had died."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        scarce = ScarceServer(Path(folder), owner=os.getpid(), keeper=True)
+        keeper = scarce.process
+        try:
+            async with joined(scarce.address) as client:
+                await client.put("w", LARGE)
+                limit_descriptors(keeper.pid, max(descriptors_of(scarce)) + 1)
+                other = await ts.connect(scarce.address, store_name="unkept")
+                ref = await other.put_object([1, 2, 3])
+                await until(lambda: "has no file descriptor left for what is to" in scarce.log())
+                held = len(descriptors_of(scarce))
+                limit_descriptors(keeper.pid, LIMIT)
+                await until(lambda: len(descriptors_of(scarce)) == held + 1)  # the session, too
+                (server,) = keeper.children()
+                limit_descriptors(keeper.pid, 5)
+                server.kill()
+                await until(lambda: "the server cannot be started" in scarce.log())
+                limit_descriptors(keeper.pid, LIMIT)
+                assert await other.get(ref) == [1, 2, 3]
+                assert torch.equal(await other.get("w"), LARGE)
+                assert torch.equal(await client.get("w"), LARGE)
+                await ts.shutdown("unkept")
+        finally:
+            scarce.close()
+
+
+async def test_a_server_without_descriptors_to_start_again_waits_for_them() -> None:
+    """It failed in the midst of it, and was given up after some thirty attempts."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        scarce = ScarceServer(Path(folder), owner=os.getpid(), keeper=True)
+        keeper = scarce.process
+        try:
+            (server,) = keeper.children()
+            few = len(descriptors_of(scarce)) + 5
+            resource.prlimit(keeper.pid, resource.RLIMIT_NOFILE, (few, few))
+            server.kill()
+            in_words = "cannot start again: transport-not-ready: process "
+            await until(lambda: scarce.log().count(in_words) > 1)
+            assert "Traceback" not in scarce.log()
+            assert keeper.is_running()
+        finally:
+            scarce.close()
+
+
+def limit_descriptors(pid: int, limit: int) -> None:
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, LIMIT))

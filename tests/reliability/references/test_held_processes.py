@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import multiprocessing
 import os
@@ -20,6 +21,7 @@ from tests.reliability.harness import MB, Child
 from tests.support import SMALL, halt, running_store, until
 
 import torchstore_core as ts
+from torchstore_core.clients.session.held_ref import lending
 
 GRACE_S = 0.6
 # For what has to arrive before it is over, however busy the machine is.
@@ -249,6 +251,26 @@ async def test_a_child_that_ends_at_once_leaves_nothing():
         await ask(parent, "drop")
         await until_used(0)
         assert not await ts.refs()
+
+
+async def test_a_child_that_was_forked_in_the_midst_of_a_put_takes_nothing_back():
+    """It has a copy of the value, and of what is to be done if that is not put."""
+    ref = await ts.put_object(value(1))
+    _, lent = lending(functools.partial(pickle.dumps, ref))
+    assert lent is not None
+    if not (pid := os.fork()):
+        lent.take_back()
+        os._exit(0)
+    await asyncio.to_thread(os.waitpid, pid, 0)
+
+    async def only_here_are_holders() -> list[str]:
+        states = sorted(one.state for report in await ts.refs() for one in report.holders)
+        return states if states.count("held") == 1 else []
+
+    assert await until(only_here_are_holders) == ["held", "in flight"]
+    lent.take_back()
+    del ref
+    await until_used(0)
 
 
 async def test_a_cancelled_put_object_holds_nothing():

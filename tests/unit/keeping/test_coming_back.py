@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -24,6 +25,7 @@ from torchstore_core.errors import StoreFullError
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.catalog import Catalog
 from torchstore_core.server.keeping.compaction import Compaction
+from torchstore_core.server.keeping.link import LOG, NEXT_LOG, KeeperLink
 from torchstore_core.server.keeping.log import Log
 from torchstore_core.server.keeping.recorded import RecordedController
 from torchstore_core.server.keeping.state import CATALOG
@@ -39,6 +41,33 @@ WIRING = {
     *("spilling", "holds", "repairs", "drains", "unfinished", "_reads"),
 }
 INDEX = {"newest", "names", "timelines", "evictions"}
+
+
+class LinkToLogs(KeeperLink):
+    """To a keeper that holds what it is asked to, or says that it cannot.
+
+    Attributes:
+        kept: the descriptors of the logs that took the place of the one before.
+        is_full: whether it has none left.
+    """
+
+    def __init__(self) -> None:
+        self.kept: list[int] = []  # type: ignore[assignment]
+        self.is_full = False
+        self._next = -1
+
+    def ask_to_keep(self, name: str, fd: int, answered: Callable[[bool], None]) -> None:
+        assert name == NEXT_LOG
+        self._next = fd
+        answered(not self.is_full)
+
+    def rename(self, name: str, to: str) -> None:
+        assert (name, to) == (NEXT_LOG, LOG)
+        self.kept.append(self._next)
+
+    def drop(self, name: str) -> None:
+        assert name == NEXT_LOG
+        self._next = -1
 
 
 class ComingBack(JointPuts):
@@ -227,10 +256,10 @@ async def test_a_log_that_begins_with_a_large_state_is_not_written_anew_at_once(
         for number in range(1, 400):
             item = inline(f"k{number}", bytes(40_000))
             controller.put(session, m.Put(number, number, [item]))
-        assert Compaction(made(logs[0]), lambda fd: None).is_due
+        assert Compaction(made(logs[0]), LinkToLogs()).is_due
         controller.write_state(logs[1])
         again = made(logs[1])
-        compaction = Compaction(again, lambda fd: None)
+        compaction = Compaction(again, LinkToLogs())
         assert not compaction.is_due
         session = again.sessions[session.token]
         for number in range(400, 700):

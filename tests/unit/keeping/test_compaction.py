@@ -10,7 +10,14 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 import pytest
-from tests.unit.keeping.test_coming_back import HERE, facts, inline, singleton, volumes
+from tests.unit.keeping.test_coming_back import (
+    HERE,
+    LinkToLogs,
+    facts,
+    inline,
+    singleton,
+    volumes,
+)
 
 from torchstore_core.server.index.records import SessionRecord
 from torchstore_core.server.keeping.compaction import Compaction
@@ -26,8 +33,9 @@ class Recorded:
 
     def __init__(self, controller: RecordedController) -> None:
         self.controller = controller
-        self.kept: list[int] = []
-        self.compaction = Compaction(controller, self.kept.append)
+        self.keeper = LinkToLogs()
+        self.kept = self.keeper.kept
+        self.compaction = Compaction(controller, self.keeper)
         self.session: SessionRecord = controller.open_session(facts(), HERE)
         self._number = 0
 
@@ -110,6 +118,23 @@ async def test_one_that_fails_is_tried_again_when_as_much_has_come(
     await asyncio.sleep(0)
     assert recorded.compaction.is_running
     await recorded.until_written()
+    assert recorded.controller.log.nbytes < MIB
+
+
+async def test_a_log_that_the_keeper_cannot_hold_takes_nothing_over(recorded: Recorded) -> None:
+    """What was recorded there would be lost with the server."""
+    first = recorded.controller.log
+    recorded.keeper.is_full = True
+    recorded.put(36 * MIB)
+    await asyncio.sleep(0)
+    await recorded.until_written()
+    assert recorded.controller.log is first
+    assert not recorded.kept
+    recorded.keeper.is_full = False
+    recorded.put(36 * MIB)
+    await asyncio.sleep(0)
+    await recorded.until_written()
+    assert recorded.kept == [recorded.controller.log.fd]
     assert recorded.controller.log.nbytes < MIB
 
 

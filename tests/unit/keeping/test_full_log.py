@@ -17,7 +17,14 @@ from pathlib import Path
 import pytest
 from tests.simulation.promises.states import state_of
 from tests.support import until
-from tests.unit.keeping.test_coming_back import HERE, facts, inline, singleton, volumes
+from tests.unit.keeping.test_coming_back import (
+    HERE,
+    LinkToLogs,
+    facts,
+    inline,
+    singleton,
+    volumes,
+)
 from tests.unit.server.test_controller import META
 
 from torchstore_core.errors import KeyNotFoundError, StoreFullError
@@ -201,13 +208,13 @@ def test_a_session_that_is_refused_is_not_there(store: Store) -> None:
 
 
 async def test_a_log_that_cannot_be_written_anew_stays(store: Store) -> None:
-    kept: list[int] = []
-    compaction = Compaction(store.controller, kept.append)
+    keeper = LinkToLogs()
+    compaction = Compaction(store.controller, keeper)
     with no_longer_files():
         store.fill_the_log()
         compaction.look()
         assert not compaction.is_running
-        assert not kept
+        assert not keeper.kept
         store.use_the_spare()
         compaction.look()
     store.check()
@@ -220,7 +227,7 @@ async def test_a_log_that_cannot_be_written_anew_stays(store: Store) -> None:
 
 async def test_a_state_that_is_shorter_than_its_log_makes_room(store: Store) -> None:
     """Although the log that there is cannot grow."""
-    compaction = Compaction(store.controller, lambda fd: None)
+    compaction = Compaction(store.controller, LinkToLogs())
     lease = next(store.numbers)
     with no_longer_files(4096 * KIB):
         store.fill_the_log()

@@ -15,7 +15,6 @@ from torchstore_core import moments
 from torchstore_core.server.keeping.log import Log
 from torchstore_core.server.keeping.recorded import RecordedController
 from torchstore_core.server.memory.volume_record import VolumeRecord
-from torchstore_core.wire import messages as m
 
 
 class RecordedStore(Store):
@@ -122,8 +121,7 @@ def test_what_is_in_a_value_is_known_again(anew: bool, monkeypatch: pytest.Monke
         sender = store.session()
         inner = store.put_object(sender, 1, b"inner")
         store.holds.lend(sender, 1, 77)
-        version = store.put_value(sender, "key", b"outer")
-        store.holds.contain(sender, m.Contain([77], *version, timeline=0))
+        store.put_value(sender, "key", b"outer", 77)
         store.holds.unhold(sender, [1])
         store.lose_the_controller(anew=anew)
         store.controller.close_session(store.controller.sessions[sender.token])

@@ -55,6 +55,146 @@ def test_one_that_comes_up_faster_than_any_server_can_is_given_up(tmp_path: Path
     assert status == 1
 
 
+# Its server cannot start again at the moment, more often than it may die before it is given up.
+LATER = """
+import os
+from torchstore_core.server.keeping import keeper as keeping
+
+keeping._MOST_DEATHS = 1.5
+
+def serve(keeper):
+    if keeper.life == 1:
+        keeper.ready()
+        os.abort()
+    return os.EX_TEMPFAIL if keeper.life < 4 else 0
+
+raise SystemExit(keeping.Keeper(serve, print).run())
+"""
+
+
+def test_a_server_that_cannot_start_at_the_moment_is_not_given_up() -> None:
+    program = [sys.executable, "-c", LATER]
+    ended = subprocess.run(program, text=True, timeout=60, stderr=subprocess.PIPE, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+# The owner ends when its server cannot start again, and never can.
+WITHOUT_OWNER = """
+import os, sys, time
+from torchstore_core.server.keeping import keeper as keeping
+
+keeping._MOST_DEATHS = 2.5
+if not (owner := os.fork()):
+    sys.stdin.readline()
+    os._exit(0)
+
+def serve(keeper):
+    if keeper.life == 1:
+        keeper.ready()
+        os.abort()
+    os.write(2, b"\\n")
+    return os.EX_TEMPFAIL
+
+raise SystemExit(keeping.Keeper(serve, print, owner).run())
+"""
+
+
+def test_a_keeper_whose_owner_has_ended_does_not_wait_for_ever() -> None:
+    program = [sys.executable, "-c", WITHOUT_OWNER]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(program, text=True, stdin=pipe, stderr=pipe) as keeper:
+        assert keeper.stdin is not None
+        assert keeper.stderr is not None
+        while keeper.stderr.readline() != "\n":
+            assert keeper.poll() is None
+        keeper.stdin.close()
+        assert keeper.wait(20) == 1
+
+
+# What a server knows of a volume in another process, at most: see ``messages.MAX_HELLO_FRAME``.
+LONG = """
+import os
+from torchstore_core.server.keeping.keeper import Keeper
+
+def serve(keeper):
+    if keeper.life == 1:
+        keeper.note(volume="x" * 90_000)
+        keeper.ready()
+        os.abort()
+    assert len(keeper.facts["volume"]) == 90_000
+    return 0
+
+raise SystemExit(Keeper(serve, print).run())
+"""
+
+
+def test_a_keeper_hears_the_longest_message() -> None:
+    program = [sys.executable, "-c", LONG]
+    ended = subprocess.run(program, text=True, timeout=60, stderr=subprocess.PIPE, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+# Its server leaves the descriptor of a pipe with a keeper that has none left: while it starts; or
+# later, and again when there are some.
+WITHOUT_DESCRIPTORS = """
+import asyncio, os, resource, sys
+from torchstore_core.server.keeping.keeper import Keeper
+
+before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+at_start = sys.argv[1] == "at start"
+
+def limit(number):
+    resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (number, most))
+
+async def main(keeper):
+    pipe, _ = os.pipe()
+    answers = asyncio.Queue()
+    keeper.watch(sys.exit, sys.exit)
+    keeper.unkept = answers.put_nowait
+    keeper.ask_to_keep("first", pipe, answers.put_nowait)
+    assert await answers.get() is True
+    if not at_start:
+        keeper.ready()
+    limit(5)
+    if at_start:
+        keeper.keep("pipe", pipe)
+        await asyncio.Event().wait()
+    keeper.keep("pipe", pipe)
+    assert await answers.get() == "pipe"
+    keeper.ask_to_keep("pipe", pipe, answers.put_nowait)
+    assert await answers.get() is False
+    limit(before)
+    keeper.ask_to_keep("pipe", pipe, answers.put_nowait)
+    assert await answers.get() is True
+    keeper.rename("pipe", "first")
+    os.abort()
+
+def serve(keeper):
+    if keeper.life == 1:
+        asyncio.run(main(keeper))
+    assert keeper.names() == ["first"]
+    return 0
+
+sys.exit(Keeper(serve, print).run())
+"""
+
+
+def run_without_descriptors(when: str) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-c", WITHOUT_DESCRIPTORS, when]
+    return subprocess.run(program, text=True, timeout=60, stderr=subprocess.PIPE, check=False)
+
+
+def test_a_keeper_without_descriptors_says_what_it_does_not_hold() -> None:
+    ended = run_without_descriptors("later")
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_server_that_cannot_be_kept_is_not_started() -> None:
+    ended = run_without_descriptors("at start")
+    assert ended.returncode == 1
+    assert ended.stderr.strip().endswith("OSError: [Errno 24] Too many open files")
+
+
 # Its server dies in its first life, when the keeper may start no other process. The kernel does not
 # limit those of root.
 WITHOUT_PROCESSES = """

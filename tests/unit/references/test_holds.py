@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -102,15 +103,16 @@ class Store:
         versions, _ = self.controller.put(session, put)
         return key, versions[0]
 
-    def put_value(self, session: SessionRecord, key: str, data: bytes) -> Ref:
-        """Put an object that may have references in it."""
+    def put_value(self, session: SessionRecord, key: str, data: bytes, *lent: int) -> Ref:
+        """Put an object that has references in it."""
         item = m.PutItem(key, OBJECT, len(data), data)
-        versions, _ = self.controller.put(session, m.Put(self.next_id(), self.next_id(), [item]))
+        put = m.Put(self.next_id(), self.next_id(), [item], lent=[(0, list(lent))])
+        versions, _ = self.controller.put(session, put)
         return key, versions[0]
 
-    def put_object(self, session: SessionRecord, hold: int, data: bytes) -> Ref:
+    def put_object(self, session: SessionRecord, hold: int, data: bytes, *lent: int) -> Ref:
         item = m.PutItem("", OBJECT, len(data), data)
-        put = m.PutObject(self.next_id(), self.next_id(), item, hold)
+        put = m.PutObject(self.next_id(), self.next_id(), item, hold, lent=[(0, list(lent))])
         versions, _ = self.controller.put_object(session, put)
         return "", versions[0]
 
@@ -139,6 +141,12 @@ class _Ticket:
         self.held = held
         self.claimed = False
         self.due: float | None = None
+        self.inside: set[Ref] = set()  # the values that have it in them
+
+    def receive(self, due: float) -> None:
+        self.claimed = True
+        if not self.inside:
+            self.due = due
 
 
 class HoldsMachine(RuleBasedStateMachine):
@@ -159,6 +167,7 @@ class HoldsMachine(RuleBasedStateMachine):
         self.dying: set[bytes] = set()
         self.numbers = itertools.count(1)
         self.early: set[int] = set()  # tickets that were claimed before their sender was read
+        self.containers: dict[Ref, int] = {}  # the ticket that is in a value
 
     def teardown(self) -> None:
         self.store.close()
@@ -195,7 +204,7 @@ class HoldsMachine(RuleBasedStateMachine):
         self.holds.pop(token)
         self.dying.discard(token)
         for ticket in self.tickets.values():
-            if ticket.sender.token == token and ticket.due is None:
+            if ticket.sender.token == token and ticket.due is None and not ticket.inside:
                 ticket.due = self.store.clock.now + GRACE_S
 
     def _living(self, session: SessionRecord) -> bool:
@@ -277,9 +286,49 @@ class HoldsMachine(RuleBasedStateMachine):
         self.store.holds.lend(session, hold, number)
         ticket = self.tickets[number] = _Ticket(session, {hold: ref})
         if overtaken and number in self.early:
-            ticket.claimed = True
-            ticket.due = self.store.clock.now + GRACE_S
+            ticket.receive(self.store.clock.now + GRACE_S)
         return number, ref
+
+    @rule(
+        target=sent,
+        session=sessions,
+        data=st.data(),
+        key=st.sampled_from(KEYS),
+        order=st.sampled_from(("lent first", "put first", "gone first")),
+    )
+    def put_into(self, session, data, key, order):
+        """A value with a reference in it. They come over two connections."""
+        mine = self.holds.get(session.token)
+        if not mine or not self._living(session):
+            return multiple()
+        hold, number = data.draw(st.sampled_from(sorted(mine))), next(self.numbers)
+        if order == "lent first":
+            self.store.holds.lend(session, hold, number)
+        outer = self.current[key] = self.store.put_value(session, key, bytes(10), number)
+        self.sizes[outer] = 10
+        if order == "gone first":
+            self.delete(key)
+        if order != "lent first":
+            self.store.holds.lend(session, hold, number)
+        ticket = self.tickets[number] = _Ticket(session, {hold: mine[hold]})
+        ticket.inside, self.containers[outer] = {outer}, number
+        return number, mine[hold]
+
+    @rule(session=sessions, what=sent)
+    def take_back(self, session, what):
+        """The put was given up: whether it has taken place, the server knows."""
+        self.store.holds.take_back(session, [what[0]])
+        ticket = self.tickets.get(what[0])
+        if ticket is not None and not (ticket.claimed or ticket.inside):
+            del self.tickets[what[0]]
+
+    def _look_into_values(self, due: float) -> None:
+        """What was in those that are gone may have been read just now."""
+        alive = self._alive()
+        for outer in self.containers.keys() - alive:
+            ticket = self.tickets[self.containers.pop(outer)]
+            ticket.inside.discard(outer)
+            ticket.receive(due)
 
     @rule(session=sessions, what=sent)
     def receive(self, session, what):
@@ -292,8 +341,7 @@ class HoldsMachine(RuleBasedStateMachine):
         has_ended = session.token not in self.holds
         self.store.claim(session, hold, number, ref)
         if ticket is not None:  # also if its receiver has died since
-            ticket.claimed = True
-            ticket.due = self.store.clock.now + GRACE_S
+            ticket.receive(self.store.clock.now + GRACE_S)
         elif there or has_ended:
             self.early.add(number)
         if there and not has_ended:
@@ -327,10 +375,12 @@ class HoldsMachine(RuleBasedStateMachine):
         end = self.store.clock.now + seconds
         for token in list(self.dying):  # a quarter of a second later, what it sent has been read
             self._ended(token)
+            self._look_into_values(self.store.clock.now + GRACE_S)
         self.store.clock.advance(seconds)
-        for number, ticket in list(self.tickets.items()):
-            if ticket.due is not None and ticket.due < end - 0.5:
-                del self.tickets[number]
+        while dues := [t.due for t in self.tickets.values() if t.due and t.due < end - 0.5]:
+            now = min(dues)
+            self.tickets = {n: t for n, t in self.tickets.items() if t.due != now}
+            self._look_into_values(now + SHORT_GRACE_S)
 
     # ---- what must be so ------------------------------------------------------------------
 
@@ -343,6 +393,7 @@ class HoldsMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_referred_to_is_there_and_nothing_else(self):
+        self._look_into_values(self.store.clock.now + GRACE_S)
         alive = self._alive()
         assert self.store.used == sum(self.sizes[ref] for ref in alive)
         for ref in self.sizes:
@@ -354,6 +405,13 @@ class HoldsMachine(RuleBasedStateMachine):
         reports = self.store.holds.report(sessions, set())
         assert {(one.key, one.version) for one in reports} == self._held()
         assert all(one.holders for one in reports)
+
+    @invariant()
+    def each_ticket_knows_how_many_values_have_it(self):
+        holds = self.store.holds
+        inside = Counter(itertools.chain.from_iterable(holds.containers.values()))
+        known = {number: one.inside for number, one in holds._tickets.items() if one.inside}
+        assert {**known, **holds._contained_early} == inside
 
 
 TestHolds = HoldsMachine.TestCase
@@ -399,10 +457,8 @@ def test_what_is_in_a_value_lasts_as_long_as_that(store: Store):
     sender, receiver = store.session(), store.session()
     inner = store.put_object(sender, 1, b"inner")
     store.holds.lend(sender, 1, 77)
-    outer = store.put_object(sender, 2, b"outer")
-    store.holds.contain(sender, m.Contain([77, 78], *outer, timeline=0))
-    version = store.put_value(sender, "key", b"outer, too")
-    store.holds.contain(sender, m.Contain([77], *version, timeline=0))
+    outer = store.put_object(sender, 2, b"outer", 77, 78)
+    store.put_value(sender, "key", b"outer, too", 77)
     store.holds.hold(receiver, m.Hold(store.next_id(), 9, "", outer[1]))
     store.controller.close_session(sender)
     store.clock.advance(10 * GRACE_S)
@@ -430,8 +486,7 @@ def test_a_chain_of_values_takes_the_whole_time_only_once(store: Store):
     chain = [store.put_object(sender, 1, b"first")]
     for at in range(1, length):
         store.holds.lend(sender, at, 70 + at)
-        chain.append(store.put_object(sender, at + 1, b"next"))
-        store.holds.contain(sender, m.Contain([70 + at], *chain[-1], timeline=0))
+        chain.append(store.put_object(sender, at + 1, b"next", 70 + at))
         store.holds.unhold(sender, [at])
     store.clock.advance(10 * GRACE_S)
     assert all(map(store.has, chain))
@@ -449,19 +504,89 @@ def test_a_chain_of_values_takes_the_whole_time_only_once(store: Store):
     assert store.used == 0
 
 
-def test_what_is_put_into_a_version_that_is_gone_is_in_flight(store: Store):
+def test_a_value_may_be_there_before_its_references_are_known_to_be_lent(store: Store):
+    """They come over another connection."""
     sender = store.session()
     inner = store.put_object(sender, 1, b"inner")
+    store.put_value(sender, "key", b"outer", 77, 78)
+    store.put_value(sender, "other", b"outer, too", 77)
+    store.controller.delete(["other"], True)
     store.holds.lend(sender, 1, 77)
-    store.holds.unhold(sender, [1])
-    gone = store.put_value(sender, "key", b"outer")
-    store.put(sender, "key", b"newer")
-    store.holds.contain(sender, m.Contain([77], *gone, timeline=0))
+    store.controller.close_session(sender)
     store.clock.advance(10 * GRACE_S)
     assert store.has(inner)
-    store.controller.close_session(sender)
+    store.controller.delete(["key"], True)
     store.clock.advance(GRACE_S + 1)
     assert not store.has(inner)
+    assert store.used == 0
+    assert not store.holds._contained_early
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_what_is_in_a_value_that_was_gone_early_does_not_stay_in_flight(store: Store, early: bool):
+    sender = store.session()
+    inner = store.put_object(sender, 1, b"inner")
+    if not early:
+        store.holds.lend(sender, 1, 77)
+    store.put_value(sender, "key", b"outer", 77)
+    store.controller.delete(["key"], True)
+    if early:
+        store.holds.lend(sender, 1, 77)
+    store.holds.unhold(sender, [1])
+    store.clock.advance(GRACE_S - 1)
+    assert store.has(inner)  # somebody may just have read it
+    store.clock.advance(2)
+    assert not store.has(inner)
+
+
+def test_what_is_taken_back_stays_only_in_values_that_are_there(store: Store):
+    sender = store.session()
+    unsent, sent = store.put_object(sender, 1, b"unsent"), store.put_object(sender, 2, b"sent")
+    for ident in (1, 2):
+        store.holds.lend(sender, ident, 70 + ident)
+        store.holds.unhold(sender, [ident])
+    store.put_value(sender, "key", b"outer", 72)
+    store.holds.take_back(sender, [71, 72, 79])
+    assert not store.has(unsent)
+    store.clock.advance(10 * GRACE_S)
+    assert store.has(sent)
+    store.controller.delete(["key"], True)
+    store.clock.advance(GRACE_S + 1)
+    assert store.used == 0
+
+
+@pytest.mark.parametrize("commits", [False, True])
+def test_what_is_in_a_value_of_several_participants_is_in_what_is_stored(
+    store: Store, commits: bool
+):
+    """Both participants put the same entry; the bytes of one of them are stored."""
+    first, second = store.session(), store.session()
+    refs: list[Ref] = []
+    for at, session in enumerate((first, second)):
+        refs.append(store.put_object(session, 1, b"inner"))
+        store.holds.lend(session, 1, 70 + at)
+        store.holds.unhold(session, [1])
+        of = m.Publication("state", str(at), 2, False, 1)
+        item = m.PutItem("entry", OBJECT, 5, b"outer")
+        if at == 0 or commits:
+            put = m.Put(store.next_id(), store.next_id(), [item], 0, of, lent=[(0, [70 + at])])
+            store.controller.put(session, put)
+    store.clock.advance(10 * GRACE_S)
+    assert [store.has(ref) for ref in refs] == [True, not commits]
+    store.controller.close_session(first)
+    store.controller.close_session(second)
+    store.clock.advance(10 * GRACE_S)
+    assert [store.has(ref) for ref in refs] == [True, False]  # although it may not be visible yet
+    store.controller.delete(["state"], False)
+    store.clock.advance(GRACE_S + 1)
+    assert store.used == 0
+
+
+def test_references_in_what_is_not_put_are_a_protocol_error(store: Store):
+    session = store.session()
+    put = m.Put(store.next_id(), store.next_id(), [inline("key", b"value")], lent=[(1, [7])])
+    with pytest.raises(ProtocolError, match="items that the put does not have"):
+        store.controller.put(session, put)
 
 
 def test_what_was_freed_is_held_anew_by_who_claims_it_late(store: Store):

@@ -23,7 +23,7 @@ REQUESTS: tuple[type[Any], ...] = typing.get_args(m.Request)
 REPLIES: tuple[type[Any], ...] = typing.get_args(m.Reply)
 NO_REPLY = (m.Abort, m.Release, m.Keep, m.Cancel, m.Warm, m.ProcessDied, m.CopierEnded)
 NO_REPLY = (*NO_REPLY, m.Via, m.ClientDied, m.RelayLost)
-NO_REPLY = (*NO_REPLY, m.Unhold, m.Lend, m.LendAll, m.Adopt, m.Claim, m.Contain, m.Resume)
+NO_REPLY = (*NO_REPLY, m.Unhold, m.Lend, m.LendAll, m.Adopt, m.Claim, m.TakeBack, m.Resume)
 UNASKED = (m.Warmed, m.Lost, m.Prefault, m.Trim, m.WatchProcess, m.StartCopier)
 
 Text = st.text(max_size=8)

@@ -15,12 +15,18 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
-from torchstore_core.errors import ConfigurationError, TorchStoreError
+from torchstore_core.errors import (
+    ConfigurationError,
+    StoreFullError,
+    TorchStoreError,
+    TransportNotReadyError,
+)
 from torchstore_core.machine.processes import ProcessWatch
-from torchstore_core.machine.sockets.unix import descriptors
+from torchstore_core.machine.sockets.unix import check_descriptors, descriptors
 from torchstore_core.server.keeping.link import KeeperLink
 from torchstore_core.server.server import Ready, Server, ServerOptions
 from torchstore_core.server.serving.journal import log_to_stderr
@@ -31,6 +37,9 @@ _M_MMAP_THRESHOLD = -3
 # Other C libraries have neither.
 _MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None)
 _MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
+# So many descriptors a server needs besides those that it was started with, before a client can use
+# it; and a later life, which has some already, besides what its sessions need.
+_DESCRIPTORS, _DESCRIPTORS_AGAIN = 20, 11
 #: How many new objects trigger a garbage collection: more than a put of 18,000 entries creates.
 _COLLECT_EVERY = 100_000
 
@@ -68,6 +77,11 @@ def run(
     raise_descriptor_limit()
     if say is None:
         say = _say if keeper is None else keeper.started
+    try:
+        is_first = keeper is None or keeper.life == 1
+        check_descriptors("a store", _DESCRIPTORS if is_first else _DESCRIPTORS_AGAIN)
+    except TorchStoreError as error:
+        return _cannot_start(error, say, keeper)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_main(options, say, keeper))
 
@@ -85,7 +99,11 @@ def keep(
 
     _loop_factory()
     serve = functools.partial(run, options, None)
-    return Keeper(serve, started, owner).run()
+    try:
+        with descriptors("the keeper of a store"):
+            return Keeper(serve, started, owner).run()
+    except (TorchStoreError, OSError) as error:
+        return _cannot_start(error, started)
 
 
 def _take_signals() -> None:
@@ -135,11 +153,7 @@ async def _main(
         with descriptors("a store"):
             address = await server.start()
     except (TorchStoreError, OSError) as error:
-        code = error.code if isinstance(error, TorchStoreError) else "error"
-        if keeper is not None and keeper.life > 1:  # nobody reads what it says
-            logging.getLogger(__name__).error("cannot start again: %s: %s", code, error)
-        say({"error": code, "message": str(error)})
-        return 1
+        return _cannot_start(error, say, keeper)
     try:
         _end_with_others(options, server, keeper)
         say(Ready(address, os.getpid()))
@@ -148,6 +162,22 @@ async def _main(
     finally:
         await server.close()
     return 0
+
+
+def _cannot_start(
+    error: TorchStoreError | OSError,
+    say: Callable[[Any], object],
+    keeper: KeeperLink | None = None,
+) -> int:
+    """Say why a server cannot start, to whoever waits for it; returns the exit status."""
+    code = error.code if isinstance(error, TorchStoreError) else "error"
+    say({"error": code, "message": str(error)})
+    if keeper is None or keeper.life == 1:
+        return 1
+    # Nobody has read that.
+    logging.getLogger(__name__).error("cannot start again: %s: %s", code, error)
+    may_pass = isinstance(error, TransportNotReadyError | StoreFullError)
+    return os.EX_TEMPFAIL if may_pass else 1
 
 
 def _end_with_others(options: ServerOptions, server: Server, keeper: KeeperLink | None) -> None:

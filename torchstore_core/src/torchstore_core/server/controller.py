@@ -30,6 +30,7 @@ from torchstore_core.server.index.collective.puts import CollectivePut
 from torchstore_core.server.index.collective.unfinished import UnfinishedVersions
 from torchstore_core.server.index.items import (
     PutItems,
+    check_lent,
     grants_of,
     items_of,
     packed_grant,
@@ -242,6 +243,8 @@ class Controller:
         items = request.items if request.columns is None else items_of(request)
         if not items and request.group is None:
             raise ProtocolError("a put needs at least one item")
+        if request.lent:
+            check_lent(request.lent, len(request.items))
         if request.version or request.group is not None or type(request) is m.Rewind:
             return self._put_joined(session, request, items)
         for item in request.items:
@@ -251,6 +254,8 @@ class Controller:
         when_full = self.spilling.choice(when_full) if when_full else self.spilling.default
         placed, inline, sizes = checked_items(items)
         values, granted = self._make(session, items, None, placed, inline, sizes)
+        if request.lent:
+            self._contain(request.lent, items, items, values)
         if not sizes:
             if freed := self.catalog.flip(values):
                 self._free(freed)
@@ -281,6 +286,7 @@ class Controller:
             raise ProtocolError(f"put id {request.txn} was aborted before it began")
         if request.item.part is not None:
             raise ProtocolError("an object without a key has no parts")
+        check_lent(request.lent, 1)
         when_full = self.spilling.choice(request.when_full)
         if when_full == m.EVICTABLE:  # it is there only as long as it is held
             when_full = m.PINNED
@@ -289,6 +295,7 @@ class Controller:
         placed, inline, sizes = checked_items(items)
         values, granted = self._make(session, items, None, placed, inline, sizes)
         values[0].version = number
+        self._contain(request.lent, items, items, values)
         held_as = request.hold, request.where
         if not sizes:
             self._publish_object(session, values, held_as, when_full)
@@ -321,6 +328,8 @@ class Controller:
             put.compare()
             placed, inline, sizes = sizes_of(put.items)
             values, granted = self._make(session, put.items, put, placed, inline, sizes)
+            if request.lent:
+                self._contain(request.lent, items, put.items, values)
             txn = put.enter(values, granted)
             txn.when_full = when_full
         finally:  # the put may have dropped a generation that later ones were waiting for
@@ -351,6 +360,22 @@ class Controller:
                 if box is not None:
                     value.box = box
         return values, granted
+
+    def _contain(
+        self,
+        lent: m.Lent,
+        given: Sequence[m.PutItem],
+        stored: Sequence[m.PutItem],
+        values: Sequence[Value],
+    ) -> None:
+        """The references in some of the given items are in those of the values that are stored."""
+        made = {id(item): value for item, value in zip(stored, values, strict=True)}
+        for at, tickets in lent:
+            value = made.get(id(given[at]))
+            if value is None:  # another participant has stored it
+                self.holds.end_unsent(tickets)
+            else:
+                self.holds.contain(value, tickets)
 
     def _begin(self, session: SessionRecord, txn_id: int, txn: Txn) -> None:
         self._last_put = time.monotonic()

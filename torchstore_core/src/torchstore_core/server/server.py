@@ -24,6 +24,7 @@ from torchstore_core.errors import (
 from torchstore_core.machine import topology
 from torchstore_core.machine.directories import PrivateDirectory, make_again
 from torchstore_core.machine.processes import started
+from torchstore_core.machine.sockets.unix import check_descriptors
 from torchstore_core.plugins.installed import Inventory
 from torchstore_core.plugins.registry import Registry
 from torchstore_core.plugins.strategy_data import decode_strategy
@@ -31,7 +32,7 @@ from torchstore_core.reports.bandwidths import repair_bandwidth
 from torchstore_core.reports.status import StatusReport
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.records import SessionRecord
-from torchstore_core.server.keeping.link import KeeperLink
+from torchstore_core.server.keeping.link import LOG, KeeperLink
 from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.server.memory.segment import call_from_thread
 from torchstore_core.server.memory.volume import Volume, default_capacity, default_prefault
@@ -57,6 +58,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SHUTDOWN_GRACE_S = 0.5
+# After which time the keeper is asked again to hold what it had no descriptor for.
+_KEEP_AGAIN_S = 1.0
+# The name by which it has the listening socket.
+_CONTROL = "control"
 # What precedes the number of a session in the name by which the keeper has its connection.
 _SESSION = "session "
 # The name by which it has the spill file, and how large that may become.
@@ -165,6 +170,8 @@ class Server:
         self._rate_sample = (self._started, 0)
         self._rate = 0.0
         self._keep = 0
+        self._to_keep: set[str] = set()  # what the keeper could not hold
+        self._has_told_unkept = False
 
     # ---- life -----------------------------------------------------------------------------
 
@@ -188,7 +195,7 @@ class Server:
             elif keeper is not None:
                 self._begin_again(keeper.facts)
             await self._take_connections()
-            listening = None if keeper is None else keeper.kept("control")
+            listening = None if keeper is None else keeper.kept(_CONTROL)
             if options.attached:  # whoever leads to the volumes removes the directory
                 self._listener.owner = options.owner
             self._listener.open(self._directory.control, listening)
@@ -196,8 +203,8 @@ class Server:
                 # In the end the keeper removes the directory, unless it was given.
                 own = "" if options.directory else "yes"
                 facts = {"directory": str(self._directory.path), "own_directory": own}
-                keeper.keep("control", self._listener.fileno(), **facts)
-                self._listener.renewed = functools.partial(keeper.keep, "control")
+                keeper.keep(_CONTROL, self._listener.fileno(), **facts)
+                self._listener.renewed = functools.partial(keeper.keep, _CONTROL)
                 keeper.ready()
         except BaseException:
             await self.close()
@@ -316,7 +323,12 @@ class Server:
         begun = time.monotonic()
         log = keeper.log()
         controller = RecordedController(log, volumes, self._strategy, **given)
-        keeper.keep("log", log.fd, incarnation=str(controller.incarnation))
+
+        def keep_log() -> None:
+            keeper.keep(LOG, controller.log.fd, incarnation=str(controller.incarnation))
+
+        keep_log()
+        self._keep_log, keeper.unkept = keep_log, self._unkept
         controller.restore()
         if self.members is not None:
             self.members.restored(controller.sessions.values())
@@ -327,7 +339,7 @@ class Server:
         names = [name.removeprefix(_SESSION) for name in keeper.names() if _SESSION in name]
         self.returning.begin({int(name) for name in names})
         controller.unsent = lambda: [one.unsent for one in self.conversations]
-        self._compaction = Compaction(controller, functools.partial(keeper.keep, "log"))
+        self._compaction = Compaction(controller, keeper)
         if keeper.life > 1:
             took_s = time.monotonic() - begun
             journal.restored(len(controller.catalog.newest), len(controller.sessions), took_s)
@@ -340,6 +352,27 @@ class Server:
         self._keeper.keep(f"{_SESSION}{session.serial}", fd)
         return True
 
+    def _unkept(self, name: str) -> None:
+        """The keeper has no descriptor left for what has this name: ask again, until it has."""
+        if not self._to_keep:
+            self._loop.call_later(_KEEP_AGAIN_S, self._keep_again)
+        self._to_keep.add(name)
+        if not self._has_told_unkept:
+            self._has_told_unkept = True
+            journal.keeper_is_full()
+
+    def _keep_again(self) -> None:
+        names, self._to_keep = self._to_keep, set()
+        if self._keeper is None or self._stopping:
+            return
+        if LOG in names:
+            self._keep_log()
+        if _CONTROL in names:
+            self._keeper.keep(_CONTROL, self._listener.fileno())
+        serials = {int(name.removeprefix(_SESSION)) for name in names if name.startswith(_SESSION)}
+        for conversation in self.conversations:
+            conversation.keep_again(serials)
+
     def drop_connection(self, session: SessionRecord) -> None:
         """The session whose liveness connection the keeper has is closed."""
         if self._keeper is not None:
@@ -350,8 +383,12 @@ class Server:
         keeper, returning = self._keeper, self.returning
         if keeper is None or returning is None:
             return
-        for name in keeper.names():
-            fd = keeper.kept(name) if name.startswith(_SESSION) else None
+        names = [name for name in keeper.names() if name.startswith(_SESSION)]
+        # For the processes of the clients, and to read what is kept: see ``Conversation``. And the
+        # event loop opens one with the first connection.
+        check_descriptors("the sessions that it had", 2 * len(names) + 1)
+        for name in names:
+            fd = keeper.kept(name)
             if fd is None:
                 continue
             accepted = socket.socket(fileno=fd)

@@ -71,15 +71,12 @@ class Claim(Message, frozen=True, tag="claim"):
     where: str = ""
 
 
-class Contain(Message, frozen=True, tag="contain"):
-    """References were encoded as part of a version that was put: from now on these tickets are in
-    flight as long as that version is there, and nothing else ends them.
+class TakeBack(Message, frozen=True, tag="take-back"):
+    """What was encoded with these tickets was sent to nobody, but for the values of puts that were
+    sent before. The tickets that no value has end; the others end with their values.
     """
 
     tickets: list[int]
-    key: str
-    version: int
-    timeline: int = -1
 
 
 class Free(Message, frozen=True, tag="free"):

@@ -40,13 +40,13 @@ from torchstore_core.wire.facts import Message as Message
 from torchstore_core.wire.facts import VolumeInfo as VolumeInfo
 from torchstore_core.wire.holds import Adopt as Adopt
 from torchstore_core.wire.holds import Claim as Claim
-from torchstore_core.wire.holds import Contain as Contain
 from torchstore_core.wire.holds import Free as Free
 from torchstore_core.wire.holds import Hold as Hold
 from torchstore_core.wire.holds import Lend as Lend
 from torchstore_core.wire.holds import LendAll as LendAll
 from torchstore_core.wire.holds import Refs as Refs
 from torchstore_core.wire.holds import RefsReply as RefsReply
+from torchstore_core.wire.holds import TakeBack as TakeBack
 from torchstore_core.wire.holds import Unhold as Unhold
 from torchstore_core.wire.holds import WaitAny as WaitAny
 from torchstore_core.wire.lines import ClientDied as ClientDied
@@ -65,7 +65,7 @@ from torchstore_core.wire.memory import Warm as Warm
 from torchstore_core.wire.memory import Warmed as Warmed
 from torchstore_core.wire.memory import WatchProcess as WatchProcess
 
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 
 #: Largest frame, in bytes. A longer reply is sent in pages (``wire.paging``); a longer request is
 #: not possible. 18,000 entries of a state dict take about 2 MB.
@@ -175,13 +175,19 @@ class Publication(msgspec.Struct, frozen=True, array_like=True):
     packed: bool = False
 
 
+#: The references that are in items of a put: the index of an item, and the tickets that they are
+#: lent to. These are in flight as long as the value is there, complete or not; nothing else ends
+#: them.
+Lent = list[tuple[int, list[int]]]
+
+
 class Put(Message, frozen=True, tag="put"):
     """Begin a put. Reply :class:`Granted`; if all items are inline, the put is committed at once,
     and the reply is :class:`Committed`.
 
     ``version``: the version to put, for every key; 0: the next one. ``when_full``: what is done
     with the values when memory is full: PINNED, SPILLABLE, EVICTABLE, or 0. ``columns``: the items,
-    if they are many whole tensors; ``items`` is then empty.
+    if they are many whole tensors; ``items`` is then empty. ``lent``: see :data:`Lent`.
     """
 
     id: int
@@ -191,6 +197,7 @@ class Put(Message, frozen=True, tag="put"):
     group: Publication | None = None
     when_full: int = 0
     columns: ItemColumns | None = None
+    lent: Lent = []
 
 
 class Rewind(Put, frozen=True, tag="rewind"):
@@ -202,7 +209,7 @@ class Rewind(Put, frozen=True, tag="rewind"):
 class PutObject(Message, frozen=True, tag="put-object"):
     """Begin to put a value without a key, which the session holds as ``hold`` from its commit on;
     see :mod:`.holds`. Replies as to a :class:`Put` of one item; the version is the object's number.
-    ``when_full``: as for a :class:`Put`; what is held is not evicted.
+    ``when_full``, ``lent``: as for a :class:`Put`; what is held is not evicted.
     """
 
     id: int
@@ -211,6 +218,7 @@ class PutObject(Message, frozen=True, tag="put-object"):
     hold: int
     where: str = ""
     when_full: int = 0
+    lent: Lent = []
 
 
 class Commit(Message, frozen=True, tag="commit"):
@@ -489,7 +497,7 @@ Request = (
     | Again
     | Repeatable
     | Unhold
-    | Contain
+    | TakeBack
     | Lend
     | LendAll
     | Adopt

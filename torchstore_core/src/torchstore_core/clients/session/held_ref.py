@@ -281,10 +281,10 @@ if hasattr(os, "register_at_fork"):
 
 class Lent:
     """The references that a value has in it, which were encoded with it. If it is not sent, they
-    are not in flight any more when this ends, or is collected.
+    are not in flight any more when this is collected.
 
     Attributes:
-        is_sent: whether the server may have the value.
+        is_sent: whether a put with the value was sent, which says what is lent.
     """
 
     __slots__ = ("_pid", "_tickets", "is_sent")
@@ -298,20 +298,27 @@ class Lent:
         """One more was encoded; it is held by ``holder``."""
         self._tickets.setdefault(holder, []).append(ticket)
 
-    def contained(self, ref: ObjectRef) -> None:
-        """They are part of a version that was put, which keeps them from now on."""
+    def at(self, incarnation: int) -> list[int]:
+        """The tickets of those that belong to one store."""
+        found: list[int] = []
         for holder, numbers in self._tickets.items():
-            if holder.place.incarnation == ref.incarnation:
-                holder.contain(numbers, ref)
+            if holder.place.incarnation == incarnation:
+                found += numbers
+        return found
 
-    def end(self) -> None:
-        """Nobody has the value, unless it is sent. Idempotent."""
-        if not self.is_sent and self._pid == os.getpid():
-            tickets, self._tickets = self._tickets, {}
-            for holder, numbers in tickets.items():
-                holder.take_back(numbers)
+    def take_back(self) -> None:
+        """Nobody has the value, but for the store that it was sent to, if it was. A forked child
+        has only a copy of this.
+        """
+        tickets, self._tickets = self._tickets, {}
+        if self._pid != os.getpid():
+            return
+        for holder, numbers in tickets.items():
+            holder.take_back(numbers)
 
-    __del__ = end
+    def __del__(self) -> None:
+        if not self.is_sent:
+            self.take_back()
 
 
 class _Encoding(threading.local):

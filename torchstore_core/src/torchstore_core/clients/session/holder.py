@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import secrets
@@ -19,6 +20,7 @@ import msgspec
 from torchstore_core.clients.session.handshake import client_facts, socket_path
 from torchstore_core.errors import StoreClosedError
 from torchstore_core.machine import topology
+from torchstore_core.machine.sockets.unix import OUT_OF_DESCRIPTORS
 from torchstore_core.values import ObjectRef
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.batches import MOST_NUMBERS, runs
@@ -92,7 +94,8 @@ class Holder:
         self._is_waiting = False  # ends of holds, to be sent together
         self._is_urgent = False
         self._is_stuck = False
-        self._forking: tuple[socket.socket, dict[int, ObjectRef]] | None = None
+        # What the child is lent: its connection, if there is one, the ticket, and the references.
+        self._forking: tuple[socket.socket | None, int, dict[int, ObjectRef]] | None = None
         self._locked_for_fork = False
         self._pid = os.getpid()
         self.ends_when_unused = False
@@ -136,11 +139,14 @@ class Holder:
         """A reference has ended. Safe in finalizers."""
         if self.live.pop(ident, None) is not None:
             self._outbox.append(ident)
-            if self._wake is None:
-                self.flush(0.0)
-            elif not self._is_waiting:
-                self._is_waiting = True
-                self._wake()
+            self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        if self._wake is None:
+            self.flush(0.0)
+        elif not self._is_waiting:
+            self._is_waiting = True
+            self._wake()
 
     def lend(self, ident: int) -> int:
         """A reference is being sent: returns a ticket for it, of which the server learns even if
@@ -153,21 +159,10 @@ class Holder:
         self._send_now()
         return ticket
 
-    def contain(self, tickets: list[int], ref: ObjectRef) -> None:
-        """A version was put of which references are part that were lent to these tickets."""
-        for some in runs(tickets):
-            self._outbox.append(m.Contain(some, ref.key, ref.version, ref.timeline))
-        self._send_now()
-
     def take_back(self, tickets: list[int]) -> None:
-        """What was encoded with these tickets was sent to nobody: it is as if it had arrived here
-        and ended. Safe in finalizers.
-        """
-        for ticket in tickets:
-            ident = self.next_id()
-            self.begin(ident, ObjectRef("", 0))
-            self._outbox.append(m.Claim(ident, ticket, "", 0, 0))
-            self.end(ident)
+        """What was encoded with these tickets was sent to nobody. Safe in finalizers."""
+        self._outbox.extend(map(m.TakeBack, runs(tickets)))
+        self._flush_soon()
 
     def _send_now(self) -> None:
         # A server that is stopped is waited for once, not for each reference of a large message.
@@ -296,27 +291,32 @@ class Holder:
 
     def before_fork(self) -> None:
         """In the parent: lend all holds to a session for the child, on a connection that the child
-        inherits. So it ends with the child, however early the child ends.
+        inherits. So it ends with the child, however early the child ends. Without a descriptor for
+        it, the child opens one; if it cannot, they are lent as long as this process lives.
         """
         self._forking = None
         self._locked_for_fork = self._lock.acquire(timeout=_PATIENCE_S)
         if not self._locked_for_fork or self._connection is None or not self.live:
             return
         ticket = secrets.randbits(63) | 1
+        theirs: socket.socket | None = None
         try:
             theirs = _connect(self.place, m.Adopt(ticket))
-        except (OSError, StoreClosedError):
+        except StoreClosedError:
             return
-        self._forking = theirs, dict(self.live)
+        except OSError as error:
+            if error.errno not in OUT_OF_DESCRIPTORS:
+                return
+        self._forking = theirs, ticket, dict(self.live)
         self._outbox.append(m.LendAll(ticket))
         self._collect()
         self._push(_PATIENCE_S)
 
     def after_fork_in_parent(self) -> None:
         """The connection is the child's alone, and the lock that the fork needed is free again."""
-        if self._forking is not None:
-            self._forking[0].close()
-            self._forking = None
+        forking, self._forking = self._forking, None
+        if forking is not None and forking[0] is not None:
+            forking[0].close()
         if self._locked_for_fork:
             self._locked_for_fork = False
             self._lock.release()
@@ -336,7 +336,10 @@ class Holder:
         self._unsent.clear()
         if forking is None:
             return
-        self._connection, lent = forking
+        self._connection, ticket, lent = forking
+        if self._connection is None:
+            with contextlib.suppress(OSError, StoreClosedError):
+                self._connection = _connect(self.place, m.Adopt(ticket))
         self.ends_when_unused = False
         self._outbox.append(m.Adopt(0, self._pid))
         self._outbox.extend([ident for ident in lent if ident not in self.live])

@@ -76,7 +76,9 @@ class _ForkGuard:
     __slots__ = ("fd", "idents")
 
     def __init__(self, fd: int, idents: frozenset[int]) -> None:
-        self.fd = fd  # at end-of-file once the child and its own children are gone
+        # At end-of-file once the child and its own children are gone; -1: there was no descriptor
+        # for it, so they may live as long as this process.
+        self.fd = fd
         self.idents = idents
 
 
@@ -232,7 +234,7 @@ class Reclaimer:
     def _step(self) -> bool:
         """Wait for work and do it. Returns False when the session has ended."""
         wake, connection = self._wake_read.fileno(), self._connection.fileno()
-        watched = {wake, connection} | {guard.fd for guard in self._guards}
+        watched = {wake, connection} | {guard.fd for guard in self._guards if guard.fd >= 0}
         poll = select.poll()
         for fd in watched:
             poll.register(fd, select.POLLIN)
@@ -309,14 +311,18 @@ class Reclaimer:
         """In the parent: keep everything mapped now leased until the child has ended, too."""
         self.holder.before_fork()
         if self._held:
-            self._fork_pipe = (*os.pipe(), frozenset(self._held))
+            read = write = -1
+            with contextlib.suppress(OSError):
+                read, write = os.pipe()
+            self._fork_pipe = read, write, frozenset(self._held)
 
     def after_fork_in_parent(self) -> None:
         """Start to watch the pipe, whose other end the child holds."""
         self.holder.after_fork_in_parent()
         if self._fork_pipe is not None:
             read, write, idents = self._fork_pipe
-            os.close(write)
+            if write >= 0:
+                os.close(write)
             self._fork_pipe = None
             self._guards.append(_ForkGuard(read, idents))
             self._waking = False
@@ -331,10 +337,11 @@ class Reclaimer:
         """
         self._wake_read.close()
         self._wake_write.close()
-        for guard in self._guards:
-            os.close(guard.fd)
+        read = -1 if self._fork_pipe is None else self._fork_pipe[0]
+        for fd in (read, *(guard.fd for guard in self._guards)):
+            if fd >= 0:
+                os.close(fd)
         if self._fork_pipe is not None:
-            os.close(self._fork_pipe[0])
             _inherited.append((self._connection, self._fork_pipe[1]))
         elif not lost:
             self._connection.close()

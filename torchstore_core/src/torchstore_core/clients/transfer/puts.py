@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
@@ -19,12 +18,7 @@ from torchstore_core.clients.transfer.columns.batches import ColumnsPut
 from torchstore_core.clients.transfer.columns.sources import TensorColumns
 from torchstore_core.clients.transfer.moves import Batch, put_batches
 from torchstore_core.clients.transfer.sources import Source, inline_bytes
-from torchstore_core.errors import (
-    StoreClosedError,
-    StoreFullError,
-    StoreTimeoutError,
-    TorchStoreError,
-)
+from torchstore_core.errors import StoreFullError, TorchStoreError
 from torchstore_core.values import ObjectRef
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.columns import in_a_row
@@ -48,13 +42,18 @@ class PutOptions(msgspec.Struct, frozen=True, gc=False):
     held_as: tuple[int, str] | None = None
 
     def request(
-        self, number: int, txn: int, items: list[m.PutItem], columns: m.ItemColumns | None = None
+        self,
+        number: int,
+        txn: int,
+        items: list[m.PutItem],
+        lent: m.Lent,
+        columns: m.ItemColumns | None = None,
     ) -> m.Put | m.PutObject:
         """The message that begins the put."""
         if self.held_as is not None:
-            return m.PutObject(number, txn, items[0], *self.held_as, self.when_full)
+            return m.PutObject(number, txn, items[0], *self.held_as, self.when_full, lent)
         kind = m.Rewind if self.rewind else m.Put
-        return kind(number, txn, items, self.version, self.group, self.when_full, columns)
+        return kind(number, txn, items, self.version, self.group, self.when_full, columns, lent)
 
 
 async def put_sources(
@@ -75,14 +74,16 @@ async def put_sources(
         if type(sources) is TensorColumns:
             sources = sources.sources()
         items = [source.item(inline_bytes(source)) for source in sources]
-        put = how.request(channel.next_id(), session.next_id(), items)
-        lent = _lent(sources)
-        with _sent(lent):
+        lent = InPut(session, channel, sources)
+        put = how.request(channel.next_id(), session.next_id(), items, lent.send())
+        try:
             reply = await _begin(session, channel, put, len(items), m.Committed, clock)
+        except BaseException:
+            lent.undo(put.txn)
+            raise
         clock.phase("plan")
         if clock.measured is not None:
             clock.measured.moved(nbytes, "inline")
-        _contained(session, lent, reply, how)
         return reply
     with Putting(session, channel, sources, clock, how) as putting:
         await putting.begin()
@@ -90,43 +91,50 @@ async def put_sources(
         return await putting.commit()
 
 
-# The references in a value, where that is among the values of a put, and its key.
-_LentAt = list[tuple[int, str, Lent]]
+class InPut:
+    """The references that are in the values of a put.
 
-
-def _lent(sources: Sequence[Source] | TensorColumns) -> _LentAt:
-    """The references that were encoded in these values."""
-    if type(sources) is TensorColumns:
-        return []
-    return [(at, one.key, one.lent) for at, one in enumerate(sources) if one.lent]
-
-
-@contextmanager
-def _sent(every: _LentAt) -> Iterator[None]:
-    """The server is sent the values, or told that they are complete. If it answers that this
-    cannot be, nobody has them.
+    The put says what is lent, so the server knows what its values have in them whatever becomes of
+    the client. It does not know that of a put that it has refused, or has not read yet.
     """
-    for _, _, lent in every:
-        lent.is_sent = True
-    try:
-        yield
-    except TorchStoreError as error:
-        for _, _, lent in every:
-            lent.is_sent = isinstance(error, StoreTimeoutError | StoreClosedError)
-            lent.end()
-        raise
 
+    __slots__ = ("_channel", "_every", "_session")
 
-def _contained(session: Session, every: _LentAt, reply: m.Committed, how: PutOptions) -> None:
-    """The values were put: they keep the references that are in them."""
-    for at, key, lent in every:
-        if how.group is not None:
-            at, key = 0, how.group.key
-        elif how.held_as is not None:
-            key = ""
-        timeline = reply.timelines[at] if type(reply) is m.CommittedIn else 0
-        ref = ObjectRef(key, reply.versions[at], session.welcome.incarnation, timeline)
-        lent.contained(ref)
+    def __init__(
+        self, session: Session, channel: Channel, sources: Sequence[Source] | TensorColumns
+    ) -> None:
+        self._session = session
+        self._channel = channel
+        self._every: list[tuple[int, Lent]] = []
+        if type(sources) is not TensorColumns:
+            self._every = [(at, one.lent) for at, one in enumerate(sources) if one.lent]
+
+    def send(self) -> m.Lent:
+        """What the put says, which is sent now."""
+        for _, lent in self._every:
+            lent.is_sent = True
+        incarnation = self._session.welcome.incarnation
+        return [(at, lent.at(incarnation)) for at, lent in self._every]
+
+    def undo(self, txn: int) -> None:
+        """The put was refused, or is given up. It may have been read, but is not read later."""
+        if not self._every:
+            return
+        try:
+            self._channel.send(m.Abort([txn]))
+        except TorchStoreError:
+            self._session.abort(txn)
+        self.take_back()
+
+    def take_back(self) -> None:
+        """The put was aborted, too: nobody has the values, unless it was complete."""
+        tickets = [number for _, numbers in self.send() for number in numbers]
+        try:
+            if tickets:
+                self._channel.send(m.TakeBack(tickets))
+        except TorchStoreError:
+            for _, lent in self._every:
+                lent.take_back()
 
 
 class Putting:
@@ -144,7 +152,7 @@ class Putting:
         self._channel = channel
         self._sources = sources
         self._entries = len(sources)
-        self._lent = _lent(sources)
+        self._lent = InPut(session, channel, sources)
         self.clock = clock
         self._how = how
         self._txn = session.begin()
@@ -168,7 +176,8 @@ class Putting:
                 else source.item(None if source.nbytes else b"")
                 for source in self._sources
             ]
-        put = self._how.request(self._channel.next_id(), self._txn, items, columns)
+        lent = self._lent.send()
+        put = self._how.request(self._channel.next_id(), self._txn, items, lent, columns)
         count = self._entries
         granted = await _begin(self._session, self._channel, put, count, m.Granted, self.clock)
         self._grants = granted.grants
@@ -199,11 +208,9 @@ class Putting:
         """Make the values visible to readers; returns the reply, with their versions."""
         commit = m.Commit(self._channel.next_id(), self._txn)
         quick = self._entries <= QUICK_ENTRIES
-        with _sent(self._lent):
-            done = await self._channel.call(commit, m.Committed, self.clock.left(), quick=quick)
+        done = await self._channel.call(commit, m.Committed, self.clock.left(), quick=quick)
         self._done = True
         self.clock.phase("commit")
-        _contained(self._session, self._lent, done, self._how)
         return done
 
     def refs(self, keys: Sequence[str], reply: m.Committed) -> list[ObjectRef]:
@@ -224,8 +231,7 @@ class Putting:
                 self._channel.send(m.Abort([self._txn], unsettled))
             except TorchStoreError:
                 self._session.abort(self._txn, unsettled)
-            for *_at, lent in self._lent:
-                lent.end()
+            self._lent.take_back()
         self._session.end(self._txn)
 
 

@@ -19,6 +19,9 @@ from contextlib import ExitStack, contextmanager
 
 from torchstore_core.errors import TransportNotReadyError
 
+#: What the system says when this process may open no more, or no process may.
+OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.05
 
@@ -69,12 +72,14 @@ def descriptors(purpose: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.EMFILE, errno.ENFILE):
+        if error.errno not in OUT_OF_DESCRIPTORS:
             raise
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        of_whom = f"process {os.getpid()}", f"its limit is {limit}; see ulimit -n"
+        if error.errno == errno.ENFILE:
+            of_whom = "this system", "see the sysctl fs.file-max"
         raise TransportNotReadyError(
-            f"process {os.getpid()} has no file descriptor left for {purpose} (its limit is "
-            f"{limit}; see ulimit -n)",
+            f"{of_whom[0]} has no file descriptor left for {purpose} ({of_whom[1]})",
             details={"descriptor_limit": limit},
         ) from error
 

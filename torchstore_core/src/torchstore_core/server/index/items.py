@@ -80,6 +80,12 @@ def one_by_one(request: m.LocateKeys | m.FetchKeys) -> m.Locate | m.Fetch:
     return m.Fetch(request.id, lease, request.key, request.version, wants, most, avoid)
 
 
+def check_lent(lent: m.Lent, count: int) -> None:
+    """Raise ``ProtocolError`` if references are in items that a put of so many does not have."""
+    if not all(0 <= at < count for at, _ in lent):
+        raise ProtocolError("references are in items that the put does not have")
+
+
 def check_key(item: m.PutItem) -> None:
     """Raise ``ProtocolError`` if an item's key is empty or too long."""
     if not 0 < len(item.key) <= m.MAX_KEY:

@@ -1,9 +1,9 @@
 """Keeping the log short: from time to time the state takes the place of what has led to it.
 
 A forked child of the server writes the state of the moment of the fork into a new log, while the
-server goes on. When the child has ended, the server copies what it has recorded meanwhile behind
-that, leaves the new log with the keeper and goes on with it. Nobody waits for any of it but the
-fork, which takes as long as copying the page tables of the server.
+server goes on. When the child has ended, and the keeper has the new log, the server copies what it
+has recorded meanwhile behind that, has the keeper take it for the log, and goes on with it. Nobody
+waits for any of it but the fork, which takes as long as copying the page tables of the server.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from functools import partial
 
 from torchstore_core.errors import StoreFullError
 from torchstore_core.machine.processes import ProcessWatch
+from torchstore_core.server.keeping.link import LOG, NEXT_LOG, KeeperLink
 from torchstore_core.server.keeping.log import Log
 from torchstore_core.server.keeping.recorded import RecordedController
 
@@ -44,14 +45,15 @@ class Compaction:
 
     Args:
         controller: whose log it is.
-        keep: has the keeper hold another log instead.
+        keeper: has the log.
     """
 
-    def __init__(self, controller: RecordedController, keep: Callable[[int], None]) -> None:
+    def __init__(self, controller: RecordedController, keeper: KeeperLink) -> None:
         self._controller = controller
-        self._keep = keep
+        self._keeper = keeper
         self._watch: ProcessWatch | None = None
-        self._child = 0
+        self._child = self._status = 0
+        self._is_kept: bool | None = None  # by the keeper; None: it has not answered
         self._new: Log | None = None
         self._mark = 0
         # Of the state that the log begins with, and of what had come behind it when one failed.
@@ -138,6 +140,8 @@ class Compaction:
             self._write(new)  # which does not return
         self._new, self._child = new, child
         self._watch = ProcessWatch(child, self._written)
+        self._is_kept = None
+        self._keeper.ask_to_keep(NEXT_LOG, new.fd, self._answered)
 
     def _write(self, new: Log) -> None:
         """In the child: write the state, and end."""
@@ -155,26 +159,38 @@ class Compaction:
             os._exit(status)
 
     def _written(self) -> None:
-        """The child has ended: use its log."""
+        """The child has ended."""
         self._watch = None
-        _, status = os.waitpid(self._child, 0)
-        new, self._new = self._new, None
-        if new is None:
+        _, self._status = os.waitpid(self._child, 0)
+        self._finish()
+
+    def _answered(self, is_kept: bool) -> None:
+        self._is_kept = is_kept
+        self._finish()
+
+    def _finish(self) -> None:
+        """Use the new log, if it is written and kept."""
+        if self._watch is not None or self._is_kept is None or self._closed or self._new is None:
             return
+        new, self._new = self._new, None
         old = self._controller.log
         try:
-            if status:
-                raise StoreFullError(f"the process that writes another has ended with {status}")
+            if self._status:
+                ended = f"the process that writes another has ended with {self._status}"
+                raise StoreFullError(ended)
+            if not self._is_kept:
+                raise StoreFullError("the keeper has no file descriptor left for another")
             new.refresh()
             state_bytes = new.nbytes
             new.append_from(old, self._mark)
         except StoreFullError as error:
             log.warning("the log stays as long as it is: %s", error)
             new.close()
+            self._keeper.drop(NEXT_LOG)
             self._failed()
             return
         self._state_bytes = state_bytes
-        self._keep(new.fd)
+        self._keeper.rename(NEXT_LOG, LOG)
         self._controller.log = new
         self._in_vain = 0
         old.clear(self._most + _AT_ONCE + self._state_bytes)

@@ -9,12 +9,16 @@ shared; sets of names have the same order in every life, because their hashes ha
 The server says over a socket pair what to keep, and that it is ready; see :mod:`.link`. If it then
 ends other than with status 0, it is started again and given what was kept. A client that connects
 meanwhile waits in the queue of the listening socket.
+
+Neither the keeper nor a server that starts again gives up for want of descriptors, or of processes:
+it waits until there are some. For what the keeper cannot hold, the server is told.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import gc
 import json
 import logging
@@ -25,10 +29,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
-from torchstore_core.server.keeping.link import Given, KeeperLink
+from torchstore_core.machine.sockets.unix import OUT_OF_DESCRIPTORS
+from torchstore_core.server.keeping.link import OWNER_ENDED, Given, KeeperLink
 from torchstore_core.server.serving.journal import write_to_stderr
 from torchstore_core.server.serving.listening import raise_descriptor_limit
 
@@ -43,7 +48,8 @@ _SECONDS_A_DEATH = 0.5
 _DEATH_WHEN_READY = 1 / 32
 # How long a server may take to end when it is told to.
 _END_S = 2.0
-_LARGEST = 1 << 16
+# A message has at most what a volume says of itself, in base64 (``messages.MAX_HELLO_FRAME``).
+_LARGEST = 1 << 17
 _MOST_DESCRIPTORS = 64
 _PR_SET_PDEATHSIG = 1  # of the kernel's include/uapi/linux/prctl.h
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -74,6 +80,7 @@ class Keeper:
         self._facts: dict[str, str] = {}
         self._ready = False
         self._stopping = False
+        self._failure: OSError | None = None  # why this life of the server ended at its start
         self._pid = 0
         self._lives = 0
 
@@ -100,11 +107,18 @@ class Keeper:
                 self._owner_ended = True
         deaths, then = 0.0, time.monotonic()
         while True:
+            self._failure = None
             status = self._live()
             if self._stopping:
                 return 0
-            if isinstance(status, int) and (status == 0 or not (self._lives > 1 or self._ready)):
+            if not (self._ready or self._lives > 1):
+                if isinstance(status, OSError):
+                    raise status
                 return status
+            if status == 0:
+                return 0
+            if isinstance(status, OSError) or status == os.EX_TEMPFAIL:
+                deaths += self._pause()  # so this is given up only when the owner has ended
             now = time.monotonic()
             deaths = max(0.0, deaths - (now - then) / _SECONDS_A_DEATH)
             deaths += _DEATH_WHEN_READY if self._ready else 1.0
@@ -118,26 +132,39 @@ class Keeper:
         """One life of the server; its exit status, negative for a signal, or why there was none."""
         self._ready = False
         self._lives += 1
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with ours:
+        with contextlib.ExitStack() as opened:
             try:
-                with theirs:
-                    self._start(ours, theirs)
+                pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                ours, theirs = map(opened.enter_context, pair)
+                self._start(ours, theirs)
+                theirs.close()
+                watch = os.pidfd_open(self._pid)
             except OSError as error:
-                if self._lives == 1:
-                    raise
-                time.sleep(_SECONDS_A_DEATH)  # so this is never given up
-                return error
-            watch = os.pidfd_open(self._pid)
-            try:
+                self._give_up_start(error)
+            else:
+                opened.callback(os.close, watch)
                 self._attend(ours, watch)
                 while self._hear(ours):  # its last words
                     pass
-            finally:
-                os.close(watch)
-        _, status = os.waitpid(self._pid, 0)
-        self._pid = 0
-        return os.waitstatus_to_exitcode(status)
+        pid, self._pid = self._pid, 0
+        status = os.waitpid(pid, 0)[1] if pid else 0
+        return self._failure or os.waitstatus_to_exitcode(status)
+
+    def _give_up_start(self, error: OSError) -> None:
+        """At the moment, a server cannot be started, or not be kept."""
+        self._failure = error
+        if self._pid:
+            os.kill(self._pid, signal.SIGKILL)
+
+    def _pause(self) -> float:
+        """Wait while a server cannot be started. Returns 1 when the owner has ended: for those who
+        may be left it is tried some 30 times more; 0 otherwise.
+        """
+        time.sleep(_SECONDS_A_DEATH)
+        if self._owner_fd >= 0 and select.select([self._owner_fd], [], [], 0)[0]:
+            os.close(self._owner_fd)
+            self._owner_fd, self._owner_ended = -1, True
+        return float(self._owner_ended)
 
     def _start(self, ours: socket.socket, theirs: socket.socket) -> None:
         """Fork. In the child, run the server.
@@ -174,8 +201,12 @@ class Keeper:
             kept, facts = self._kept, self._facts
             given = Given(connection, kept, facts, self._lives, self._owner_ended)
             status = self._serve(KeeperLink(given))
-        except BaseException:
-            log.exception("the server has failed")
+        except BaseException as error:
+            if isinstance(error, OSError) and error.errno in OUT_OF_DESCRIPTORS:
+                status = os.EX_TEMPFAIL
+                log.error("the server has no file descriptor left: %s", error)
+            else:
+                log.exception("the server has failed")
         finally:
             sys.stderr.flush()
             os._exit(status)
@@ -212,8 +243,7 @@ class Keeper:
         if self._owner_fd >= 0:
             os.close(self._owner_fd)
             self._owner_fd = -1
-        with contextlib.suppress(OSError):  # it has just died, and is told when it starts again
-            connection.send(b"owner ended", socket.MSG_DONTWAIT)
+        self._tell(connection, OWNER_ENDED)  # or when it starts again, if it has just died
 
     def _hear(self, connection: socket.socket) -> bool:
         """Handle what the server has said; whether it may say more."""
@@ -225,18 +255,43 @@ class Keeper:
         if not data:
             return False
         said = json.loads(data)
-        for name, fd in zip(said.get("keep", ()), fds, strict=True):
-            if name in self._kept:
-                os.close(self._kept[name])
+        names = said.get("keep", ())
+        if len(fds) < len(names):  # there are no descriptors left: the system keeps back the rest
+            for fd in fds:
+                os.close(fd)
+            self._tell_unkept(connection, names)
+            return True
+        for name, fd in zip(names, fds, strict=True):
+            self._let_go(name)
             self._kept[name] = fd
-        if (dropped := self._kept.pop(said.get("drop", ""), None)) is not None:
-            os.close(dropped)
+            if said.get("answer"):
+                self._tell(connection, f"kept {name}")
+        for before, name in said.get("rename", {}).items():
+            if before in self._kept:
+                self._let_go(name)
+                self._kept[name] = self._kept.pop(before)
+        self._let_go(said.get("drop", ""))
         self._facts.update(said.get("facts", {}))
         if said.get("ready"):
             self._ready = True
         if "outcome" in said:
             self._started(said["outcome"])
         return True
+
+    def _let_go(self, name: str) -> None:
+        if (fd := self._kept.pop(name, None)) is not None:
+            os.close(fd)
+
+    def _tell_unkept(self, connection: socket.socket, names: Iterable[str]) -> None:
+        """These descriptors do not outlive the server. One that is starting cannot do without."""
+        if not self._ready:
+            self._give_up_start(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+        for name in names:
+            self._tell(connection, f"unkept {name}")
+
+    def _tell(self, connection: socket.socket, what: str) -> None:
+        with contextlib.suppress(OSError):  # it has just died
+            connection.send(what.encode(), socket.MSG_DONTWAIT)
 
     def _stop(self, *_: object) -> None:
         self._stopping = True

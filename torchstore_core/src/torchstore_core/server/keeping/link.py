@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import select
 import socket
 from collections.abc import Callable
@@ -14,7 +15,12 @@ if TYPE_CHECKING:
     from torchstore_core.server.keeping.log import Log
 
 
+#: What a keeper says to a server besides ``kept NAME`` and ``unkept NAME``.
+OWNER_ENDED = "owner ended"
+
 _LARGEST = 1 << 12
+#: The name of the log that the next life repeats, and of the one that is to take its place.
+LOG, NEXT_LOG = "log", "next log"
 
 
 class Given(msgspec.Struct, frozen=True):
@@ -36,7 +42,13 @@ class Given(msgspec.Struct, frozen=True):
 
 
 class KeeperLink:
-    """Leaves things with the keeper, for the next life of this server."""
+    """Leaves things with the keeper, for the next life of this server.
+
+    Attributes:
+        unkept: called on the event loop with the name of a descriptor that the keeper could not
+            hold, because it has none left: what it has under that name is what it had before. A
+            server that is not ready yet is started anew instead.
+    """
 
     def __init__(self, given: Given) -> None:
         self.life = given.life
@@ -45,6 +57,8 @@ class KeeperLink:
         self._owner_ended = given.owner_ended
         self._socket = socket.socket(fileno=given.connection)
         self._socket.set_inheritable(False)
+        self.unkept: Callable[[str], None] = _do_nothing
+        self._asked: dict[str, Callable[[bool], None]] = {}
 
     def kept(self, name: str) -> int | None:
         """The descriptor of that name that an earlier life has left; from now on the caller's."""
@@ -52,9 +66,18 @@ class KeeperLink:
 
     def keep(self, name: str, fd: int, **facts: str) -> None:
         """Have the keeper hold a copy of a descriptor, and ``facts``, in place of what it has under
-        that name. From then on it survives the server.
+        that name. From then on it survives the server, unless :attr:`unkept` is called.
         """
         self._say({"keep": [name], "facts": facts}, fd)
+
+    def ask_to_keep(self, name: str, fd: int, answered: Callable[[bool], None]) -> None:
+        """The same; ``answered`` is called with whether the keeper holds it."""
+        self._asked[name] = answered
+        self._say({"keep": [name], "answer": True}, fd)
+
+    def rename(self, name: str, to: str) -> None:
+        """What the keeper has under one name takes the place of what it has under another."""
+        self._say({"rename": {name: to}})
 
     def note(self, **facts: str) -> None:
         """Leave only texts there."""
@@ -64,7 +87,10 @@ class KeeperLink:
         """The log that an earlier life has left, or a new one."""
         from torchstore_core.server.keeping.log import Log  # which a client does not need
 
-        return Log(self.kept("log"))
+        if (unfinished := self.kept(NEXT_LOG)) is not None:
+            os.close(unfinished)
+            self.drop(NEXT_LOG)
+        return Log(self.kept(LOG))
 
     def names(self) -> list[str]:
         """The names of what an earlier life has left, and nobody has taken yet."""
@@ -98,7 +124,9 @@ class KeeperLink:
                 return
 
     def watch(self, owner_ended: Callable[[], None], keeper_ended: Callable[[], None]) -> None:
-        """Call one of these, on the running event loop, when it has happened."""
+        """Call one of these, on the running event loop, when it has happened. From now on what the
+        keeper answers is heard.
+        """
         loop = asyncio.get_running_loop()
         self._socket.setblocking(False)
 
@@ -109,16 +137,29 @@ class KeeperLink:
                 return
             except OSError:
                 data = b""
-            if data:
+            if data.decode() == OWNER_ENDED:
                 owner_ended()
-                return
-            loop.remove_reader(self._socket.fileno())
-            keeper_ended()
+            elif data:
+                self._heard(*data.decode().split(" ", 1))
+            else:
+                loop.remove_reader(self._socket.fileno())
+                keeper_ended()
 
         loop.add_reader(self._socket.fileno(), readable)
         if self._owner_ended:
             loop.call_soon(owner_ended)
 
+    def _heard(self, answer: str, name: str) -> None:
+        is_kept = answer == "kept"
+        if (answered := self._asked.pop(name, None)) is not None:
+            answered(is_kept)
+        elif not is_kept:
+            self.unkept(name)
+
     def close(self) -> None:
         """Hold the connection no more. Idempotent."""
         self._socket.close()
+
+
+def _do_nothing(name: str) -> None:
+    """Nobody can have it kept later."""

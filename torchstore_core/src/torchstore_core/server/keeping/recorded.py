@@ -62,13 +62,13 @@ _decode = msgspec.msgpack.Decoder(
     | m.Hold
     | m.Unhold
     | m.Free
-    | m.Contain
+    | m.TakeBack
     | m.Lend
     | m.LendAll
     | m.Claim
     | m.Adopt
 ).decode
-_WITHOUT_REPLY = frozenset((m.Unhold, m.Lend, m.LendAll, m.Claim, m.Adopt, m.Contain))
+_WITHOUT_REPLY = frozenset((m.Unhold, m.Lend, m.LendAll, m.Claim, m.Adopt, m.TakeBack))
 _PUTS = frozenset((m.Put, m.Rewind, m.PutObject))
 _LOCATES = frozenset((m.Locate, m.LocateRefs, m.LocateKeys))
 _FETCHES = frozenset((m.Fetch, m.FetchRef, m.FetchKeys))

@@ -17,6 +17,7 @@ from torchstore_core.wire import messages as m
 HOLDS = (
     "_tickets",
     "containers",
+    "_contained_early",
     "_early",
     "_dying",
     "_adopting",
@@ -107,8 +108,9 @@ class RecordedHolds(Holds):
     def claim(self, session: SessionRecord, request: m.Claim) -> None:
         self._sooner_or_later(session.serial, request, partial(super().claim, session, request))
 
-    def contain(self, session: SessionRecord, request: m.Contain) -> None:
-        self._sooner_or_later(session.serial, request, partial(super().contain, session, request))
+    def take_back(self, session: SessionRecord, numbers: list[int]) -> None:
+        take_back = partial(super().take_back, session, numbers)
+        self._sooner_or_later(session.serial, m.TakeBack(numbers), take_back)
 
     def adopt(self, session: SessionRecord, number: int, pid: int = 0) -> None:
         adopt = partial(super().adopt, session, number, pid)
@@ -134,6 +136,6 @@ class RecordedHolds(Holds):
             return super().lend_all(session, request.ticket)
         if kind is m.Claim:
             return super().claim(session, request)
-        if kind is m.Contain:
-            return super().contain(session, request)
+        if kind is m.TakeBack:
+            return super().take_back(session, request.tickets)
         return super().adopt(session, request.ticket, request.pid)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -383,6 +383,13 @@ class Conversation:
             self._server.joined(session)
         self._session = session
         self.send(self._server.welcome(hello.id, session.token, self._via))
+
+    def keep_again(self, serials: Collection[int]) -> None:
+        """Have the keeper hold this connection, if it is the liveness connection of one of these
+        sessions.
+        """
+        if self._liveness and self._session is not None and self._session.serial in serials:
+            self._keep(self._session)
 
     def go_on(self, session: SessionRecord) -> None:
         """This is the liveness connection of a session, and the client does not know yet that the

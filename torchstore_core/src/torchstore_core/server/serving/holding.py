@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 #: The requests that :func:`answer_holds` answers.
 HOLD_REQUESTS = (
-    *(m.Hold, m.Unhold, m.Lend, m.LendAll, m.Adopt, m.Claim, m.Contain),
+    *(m.Hold, m.Unhold, m.Lend, m.LendAll, m.Adopt, m.Claim, m.TakeBack),
     *(m.Free, m.Refs),
 )
 
@@ -71,8 +71,8 @@ def answer_holds(
         holds.adopt(session, request.ticket, request.pid)
     elif type(request) is m.Claim:
         holds.claim(session, request)
-    elif type(request) is m.Contain:
-        holds.contain(session, request)
+    elif type(request) is m.TakeBack:
+        holds.take_back(session, request.tickets)
     elif type(request) is m.Free:
         return m.Deleted(request.id, holds.free(request.refs, (session, request.txn)))
     elif type(request) is m.Refs:

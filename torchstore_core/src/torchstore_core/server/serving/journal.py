@@ -139,6 +139,16 @@ def volume_lost(volume: VolumeRecord, why: str) -> None:
     )
 
 
+def keeper_is_full() -> None:
+    """Log that the keeper cannot hold what is to outlive this server."""
+    journal.warning(
+        "the keeper, process %d, has no file descriptor left for what is to outlive this server; "
+        "it is asked again every second. For more, raise its limit: LimitNOFILE= of a systemd "
+        "unit, or `ulimit -n`",
+        os.getppid(),
+    )
+
+
 def _client(session: SessionRecord) -> str:
     """Describe a client in words."""
     facts = session.facts

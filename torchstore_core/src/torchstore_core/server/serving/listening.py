@@ -262,12 +262,18 @@ def raise_descriptor_limit() -> None:
 
 
 def _listening(path: str) -> socket.socket:
+    """A socket whose file is there when it listens: who finds it before that is refused, and takes
+    the store for gone.
+    """
+    made = os.path.join(os.path.dirname(path), f".{os.getpid():x}")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
-        listener.bind(path)
-        os.chmod(path, 0o600)
+        _remove_stale(made)
+        listener.bind(made)
+        os.chmod(made, 0o600)
         listener.listen(_BACKLOG)
         listener.setblocking(False)
+        os.rename(made, path)
     except BaseException:
         listener.close()
         raise

@@ -98,6 +98,8 @@ class Holds:
         self._tickets: dict[int, Ticket] = {}
         #: The tickets of the references that were put as part of values.
         self.containers: dict[Value, list[int]] = {}
+        # How many of these there are with a ticket of which the sender's socket was not read yet.
+        self._contained_early: dict[int, int] = {}
         self._early: dict[int, SessionRecord | None] = {}
         #: What children have sent that wait for what their parents lend to them.
         self._adopting: dict[SessionRecord, list[tuple[str, Any]]] = {}
@@ -236,7 +238,8 @@ class Holds:
         hold = session.holds.get(ident)
         if hold is None or number in self._tickets:
             return  # it was freed, or its session has ended
-        ticket = Ticket({0: Hold(hold.version, moments.wall(), hold.where)}, session)
+        inside = self._contained_early.pop(number, 0)
+        ticket = Ticket({0: Hold(hold.version, moments.wall(), hold.where)}, session, inside=inside)
         self._add(number, ticket)
         if number in self._early:
             del self._early[number]
@@ -294,25 +297,31 @@ class Holds:
         if not ticket.inside:
             self._set_due(number, ticket, self._clock() + self._nested_s)
 
-    def contain(self, session: SessionRecord, request: m.Contain) -> None:
-        """References in flight are part of a version: it keeps them as long as it is there. If it
-        is gone already, or not complete yet, they stay what they are.
-        """
-        if self._waits(session, "contain", request):
-            return
-        tickets = [one for number in request.tickets if (one := self._tickets.get(number))]
-        try:
-            held = self._find(request.key, request.version, request.timeline)
-        except (KeyNotFoundError, VersionGoneError):
-            return
-        numbers = [number for number in request.tickets if number in self._tickets]
-        for value in all_values(held.stored):
-            if isinstance(value.meta, ObjectMeta):
-                self.containers.setdefault(value, []).extend(numbers)
-                for ticket in tickets:
-                    ticket.inside += 1
-                    ticket.due = None
-        self._end(held)
+    def take_back(self, session: SessionRecord, numbers: list[int]) -> None:
+        """What was sent with these tickets has reached nobody, but for values that are there."""
+        if not self._waits(session, "take_back", numbers):
+            self.end_unsent(numbers)
+
+    def end_unsent(self, numbers: Iterable[int]) -> None:
+        """The same, of what no session says."""
+        for number in numbers:
+            ticket = self._tickets.get(number)
+            if ticket is not None:
+                if not (ticket.inside or ticket.claimed or ticket.is_fork):
+                    self._end_ticket(number)
+            elif number not in self._contained_early:
+                self._remember_early(number, None)
+
+    def contain(self, value: Value, numbers: list[int]) -> None:
+        """References in flight are part of a value, which keeps them as long as it is there."""
+        self.containers.setdefault(value, []).extend(numbers)
+        for number in numbers:
+            ticket = self._tickets.get(number)
+            if ticket is None:
+                self._contained_early[number] = self._contained_early.get(number, 0) + 1
+            else:
+                ticket.inside += 1
+                ticket.due = None
 
     def containers_gone(self, values: Iterable[Value]) -> None:
         """Values are freed. Whoever has read one just now may still claim what was in it."""
@@ -323,6 +332,10 @@ class Holds:
                     ticket.inside -= 1
                     if not ticket.inside:
                         self._received(number, ticket)
+                elif left := self._contained_early.pop(number, 0) - 1:
+                    self._contained_early[number] = left
+                else:
+                    self._remember_early(number, None)
 
     def adopt(self, session: SessionRecord, number: int, pid: int = 0) -> None:
         """A forked child takes over what its parent has lent to it (0: nothing), or says that it is
@@ -357,8 +370,8 @@ class Holds:
                     Holds.lend_all(self, session, sent)
                 case "claim":
                     Holds.claim(self, session, sent)
-                case "contain":
-                    Holds.contain(self, session, sent)
+                case "take_back":
+                    Holds.take_back(self, session, sent)
         if session.closed is not None:
             self.session_ended(session)
 
