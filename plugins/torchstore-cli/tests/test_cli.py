@@ -524,6 +524,14 @@ async def test_a_dead_and_a_silent_server():
         assert (await torchstore("status", *where[:2])).status == 0
 
 
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_closed_standard_streams_do_not_matter(monkeypatch, closed):
+    """Python has None for them: the command ended with an AttributeError."""
+    monkeypatch.setattr(sys, closed, None)
+    assert main(["--version"]) == 0
+    assert main(["no such command"]) == 2
+
+
 async def test_wrong_usage():
     for arguments in (["nonsense"], ["rm"], ["ls", "--no-such-option"]):
         error = await fails("usage", *arguments, status=2)

@@ -45,6 +45,13 @@ def call(*arguments: object) -> Result:
     return Result(status, *texts)
 
 
+def test_without_a_command_it_shows_its_help() -> None:
+    """The help was one line of an error."""
+    shown = call()
+    assert (shown.status, shown.err) == (2, "")
+    assert shown.out == call("--help").out
+
+
 def state(**changes: Any) -> dict[str, StateDict]:
     values = {"w": torch.arange(6.0).view(2, 3), "big": torch.ones(70_000), "step": 3}
     return {"model": StateDict(**{**values, **changes})}

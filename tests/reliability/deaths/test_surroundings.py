@@ -133,6 +133,16 @@ async def test_an_owner_that_may_start_no_process_says_so():
     """)
 
 
+@pytest.mark.parametrize("unknown", [None, ""])
+async def test_a_python_that_does_not_know_its_executable_says_so(
+    monkeypatch: pytest.MonkeyPatch, unknown: str | None
+):
+    """It was a TypeError, or a hint at the limit of processes."""
+    monkeypatch.setattr("sys.executable", unknown)
+    with pytest.raises(ts.ConfigurationError, match=r"sys\.executable is empty"):
+        await ts.initialize(store_name="embedded", capacity=MB)
+
+
 async def test_one_openmp_thread_does_not_matter(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     out = await run_script(

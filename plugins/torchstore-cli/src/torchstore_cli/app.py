@@ -6,7 +6,8 @@ import asyncio
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
@@ -398,12 +399,24 @@ def drain(settings: _Settings, volume: str, undo: bool, wait: float | None) -> N
 # ---- answers and errors -------------------------------------------------------------------
 
 
+@contextmanager
+def _standard_streams() -> Iterator[None]:
+    """Have streams that take any text, also where Python has None: they were closed (`>&-`)."""
+    with ExitStack() as instead:
+        for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
+            if stream is None:
+                nowhere = instead.enter_context(open(os.devnull, "w"))
+                instead.enter_context(redirect(nowhere))
+            else:
+                stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+        yield
+
+
+@_standard_streams()
 def run(arguments: Sequence[str]) -> int:
     """Run one command; return its exit status. Prints an error as a line on stderr, and with
     ``--json`` also as JSON on stdout.
     """
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     as_json = "--json" in arguments
     try:
         result = cli.main(list(arguments), prog_name="torchstore", standalone_mode=False)

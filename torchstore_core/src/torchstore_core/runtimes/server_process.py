@@ -16,6 +16,7 @@ import msgspec
 
 from torchstore_core.clients.calls.thread_loops import in_thread
 from torchstore_core.errors import (
+    ConfigurationError,
     StoreClosedError,
     StoreTimeoutError,
     from_wire,
@@ -56,8 +57,14 @@ class ServerProcess:
             StoreTimeoutError: it took longer than ``timeout`` seconds.
             StoreClosedError: the process has ended, or could not be started.
             TransportNotReadyError: this process has no file descriptor left.
+            ConfigurationError: Python does not know its executable.
             TorchStoreError: why the server cannot start.
         """
+        if not sys.executable:
+            raise ConfigurationError(
+                "sys.executable is empty, as where Python is embedded in another program: set it "
+                "to the interpreter that is to run the server"
+            )
         # -P: the server must not import modules that happen to be in the current directory. It gets
         # a process session of its own, so that Ctrl-C goes only to the owner, which then stops it.
         command = [sys.executable, "-P", "-m", "torchstore_core.server"]

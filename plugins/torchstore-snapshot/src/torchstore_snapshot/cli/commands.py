@@ -66,12 +66,16 @@ def _stored(*paths: str) -> Callable[[F], F]:
     return decorate
 
 
-@click.group()
-def snapshot() -> None:
+@click.group(invoke_without_command=True)
+@click.pass_context
+def snapshot(ctx: click.Context) -> None:
     """Look into snapshots, check, compare, convert and clean them up.
 
     A snapshot's PATH is its folder, or its URL.
     """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+        ctx.exit(2)
 
 
 @snapshot.command()
