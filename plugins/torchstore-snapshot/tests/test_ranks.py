@@ -148,7 +148,7 @@ async def test_a_rank_that_dies_leaves_the_snapshot_before(
     for path in theirs:  # it was killed where this test says
         assert (path.read_bytes()[-4:] == bytes(4)) == (moment == "half")
     await jobs["two"].run(acts.restore_sharded, str(folder), [2], "0")
-    gc(folder, grace=0)
+    gc(folder)
     assert {path.name for path in folder.iterdir()} == before
     await jobs["two"].run(acts.restore_sharded, str(folder), [2], "0")
     assert await jobs["two"].run(acts.take_sharded, str(tmp_path / "t"), [2], "0", False) == [2, 2]

@@ -238,7 +238,11 @@ def _traced(log: Path, root: Path) -> list[str]:
         paths = [Path(p) for p in re.findall(r'["<](/[^">]*)[">]', match[2])]
         names = [str(p.relative_to(root)) for p in paths if p.is_relative_to(root)]
         for name in names[-1:]:
-            short = re.sub(r"[0-9a-f]{12}-[0-9a-f]{8}(\.[0-9a-f]{8})?", "T", name)
+            short = re.sub(
+                r"[0-9a-f]{12}-[0-9a-f]{8}(\.[0-9a-f]{16}-[0-9a-f]+-[0-9a-f]+\.[0-9a-f]{8})?",
+                "T",
+                name,
+            )
             found.append(f"{match[1][:6]} {short}")
     return found
 

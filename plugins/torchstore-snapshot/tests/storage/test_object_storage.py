@@ -399,6 +399,22 @@ def test_a_store_that_asks_to_slow_down(store: Any) -> None:
     assert gc(URL, grace=0).files == ()
 
 
+def test_a_store_that_is_too_busy_to_say_a_size_is_asked_again(store: Any) -> None:
+    """The reply to a HEAD has no text, so that the library gives it up after three attempts."""
+    Snapshot.take(URL, {"m": state(1)})
+    left = [3]
+
+    def busy(environ: dict[str, Any]) -> bool:
+        left[0] -= environ["REQUEST_METHOD"] == "HEAD"
+        return environ["REQUEST_METHOD"] == "HEAD" and left[0] >= 0
+
+    store.busy = busy
+    own = state(9)
+    Snapshot(URL).restore({"m": own})
+    assert same(own, state(1))
+    assert left[0] < 0
+
+
 def test_a_connection_that_breaks_is_tried_again(store: Any) -> None:
     Snapshot.take(URL, {"m": state(1)})
     broken = []

@@ -294,8 +294,8 @@ def _garbage(
                 continue
             # In a folder without its name, a take has nothing yet but what it can write again.
             known = take in retired or ended or take_of(name) or (name, info.name) in let_go
-            # Whoever was to rename it does not live any more.
-            known = known or ((made := temporary_of(info.name)) and made.orphaned)
+            made = temporary_of(info.name)  # whoever was to rename it may not live any more
+            known = known or (made is not None and made.orphaned)
             if known or max(now - info.modified, 0.0) >= grace:
                 yield GarbageFile(name, info.name, info.nbytes, take)
 

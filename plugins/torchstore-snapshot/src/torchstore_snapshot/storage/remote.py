@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any
 
 from torchstore_core.errors import ConfigurationError
-from torchstore_snapshot.errors import SnapshotStorageError
+from torchstore_snapshot.errors import SnapshotStorageError, SnapshotUnavailableError
 from torchstore_snapshot.format.paths import temporary
 from torchstore_snapshot.storage.base import FileInfo, First, Writer
 from torchstore_snapshot.storage.multipart import PART, MultipartWriter
@@ -34,6 +34,10 @@ _S3_OPTIONS: dict[str, object] = {
     # those say in no text that a store is only busy, so that the library soon gives them up.
     "max_concurrency": 1,
 }
+
+# Statuses of a server that may answer later, and seconds before it is asked again.
+_BUSY = {"500", "502", "503", "504"}
+_PAUSES_S = (0.1, 0.3, 1.0, 3.0)
 
 # Beginnings of the names of variables that configure object stores.
 _VARIABLES = ("AWS_", "AZURE_", "FSSPEC_", "GCSFS_", "GOOGLE_", "STORAGE_EMULATOR_")
@@ -227,9 +231,21 @@ class RemoteStorage:
         return SequentialWriter(self._fs, self._in(name), self._url)
 
     def open(self, name: str) -> RemoteReader:
-        with naming(self._url):
-            nbytes = self._fs.info(self._in(name))["size"]
-        return RemoteReader(self._fs, self._in(name), nbytes, self._url)
+        return RemoteReader(self._fs, self._in(name), self._size(name), self._url)
+
+    def _size(self, name: str) -> int:
+        """Ask for the size of a file, again and again while the server is busy: libraries soon give
+        up, because the reply to such a request has no text that says so.
+        """
+        pauses = list(_PAUSES_S)
+        while True:
+            try:
+                with naming(self._url):
+                    return int(self._fs.info(self._in(name))["size"])
+            except SnapshotUnavailableError as error:
+                if not pauses or error.details["code"] not in _BUSY:
+                    raise
+                time.sleep(pauses.pop(0))
 
     def read(self, name: str) -> bytes:
         with naming(self._url):

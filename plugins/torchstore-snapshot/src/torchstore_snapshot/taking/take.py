@@ -144,6 +144,8 @@ def take(
         parts = ranks.exchange(part, Part, error)
     except BaseException as failure:
         told = isinstance(failure, RankFailedError) and failure.details  # as rank 0 was
+        if claim is not None and error is None and not told:
+            claim.abandon()  # a rank has died: gc collects at once what it had written
         if prepared is not None and (ranks.rank == 0 or error is not None or told):
             discard(prepared)  # no rank commits
         if claim is not None:  # rank 0 may have all parts; if not, gc collects this one
