@@ -65,6 +65,11 @@ class Place(NamedTuple):
     url: str
     beside: Path
 
+    @property
+    def series(self) -> str:
+        """The folder of the snapshot's folder."""
+        return self.url.rpartition("/")[0]
+
     def take(self) -> str:
         """The id of the take that is there; empty if there is none."""
         try:
@@ -82,13 +87,15 @@ class Place(NamedTuple):
         for name in ("mine", *values):
             assert torch.equal(state[name], torch.full((20_000,), float(n)))
         assert torch.equal(snapshot.read_object("1/m/mine"), torch.full((20_000,), n + 0.5))
-        assert snapshot.verify() == {}
+        # Of a take that died after its manifest, the map of an earlier one is left, until a gc.
+        stale = {f"s/{name}" for name in snapshot.verify()}
+        assert stale == (stale and set(gc(self.series, dry_run=True).mended))
         return n
 
     def collect(self) -> None:
         """Collect garbage; nothing is left then but the newest snapshot."""
         before = self.restored()
-        report = gc(self.url.rpartition("/")[0], keep_last=1, grace=0)
+        report = gc(self.series, keep_last=1, grace=0)
         assert (report.running, report.unreadable, report.held) == ((), {}, {})
         assert self.restored() == before
         files = {file.name for file in Snapshot(self.url).manifest.files}
