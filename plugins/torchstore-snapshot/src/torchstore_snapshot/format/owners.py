@@ -10,6 +10,8 @@ import os
 import re
 from pathlib import Path
 
+from torchstore_core.machine import processes
+
 __all__ = ["OWNER", "has_ended", "host", "owner", "started"]
 
 #: What :func:`owner` returns.
@@ -25,11 +27,8 @@ def host() -> str:
 
 def started(pid: int) -> int | None:
     """When a process was started, in ticks of this host; None if it does not run."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+    fields = processes.stat_fields(pid)
+    return int(fields[19]) if fields and fields[0] not in ("Z", "X") else None
 
 
 def owner() -> str:
