@@ -345,72 +345,71 @@ def test_a_server_without_descriptors_says_so_when_it_starts(limit: int, keeper:
     assert not ended.stderr
 
 
+@contextmanager
+def kept() -> Iterator[ScarceServer]:
+    """A keeper that may have :data:`LIMIT` descriptors, as its server may."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        server = ScarceServer(Path(folder), owner=os.getpid(), keeper=True)
+        try:
+            yield server
+        finally:
+            server.close()
+
+
 async def test_a_session_that_the_server_has_no_descriptors_for_is_refused_in_words() -> None:
     """It is let in whole or not at all: it was, and ended at once."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        scarce = ScarceServer(Path(folder), owner=os.getpid(), keeper=True)
+    with kept() as scarce:
         (server,) = scarce.process.children()
-        try:
-            async with joined(scarce.address) as client:
-                await client.put("w", LARGE)
-                used = [int(name) for name in os.listdir(f"/proc/{server.pid}/fd")]
-                free = [number for number in range(LIMIT) if number not in used]
-                resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (free[1] + 1, LIMIT))
-                none_left = f"process {server.pid} has no file descriptor left for another session"
-                with pytest.raises(ts.TransportNotReadyError, match=none_left):
-                    await ts.connect(scarce.address, store_name="one more")
-                resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
-                other = await ts.connect(scarce.address, store_name="one more")
-                assert await other.exists("w")
-                await ts.shutdown("one more")
-        finally:
-            scarce.close()
+        async with joined(scarce.address) as client:
+            await client.put("w", LARGE)
+            used = [int(name) for name in os.listdir(f"/proc/{server.pid}/fd")]
+            free = [number for number in range(LIMIT) if number not in used]
+            limit_descriptors(server.pid, free[1] + 1)
+            none_left = f"process {server.pid} has no file descriptor left for another session"
+            with pytest.raises(ts.TransportNotReadyError, match=none_left):
+                await ts.connect(scarce.address, store_name="one more")
+            limit_descriptors(server.pid, LIMIT)
+            other = await ts.connect(scarce.address, store_name="one more")
+            assert await other.exists("w")
+            await ts.shutdown("one more")
 
 
 async def test_a_keeper_without_descriptors_loses_nothing() -> None:
     """It ended, and the store with it, with the next session; or when the server had died."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        scarce = ScarceServer(Path(folder), owner=os.getpid(), keeper=True)
+    with kept() as scarce:
         keeper = scarce.process
-        try:
-            async with joined(scarce.address) as client:
-                await client.put("w", LARGE)
-                limit_descriptors(keeper.pid, max(descriptors_of(scarce)) + 1)
-                other = await ts.connect(scarce.address, store_name="unkept")
-                ref = await other.put_object([1, 2, 3])
-                await until(lambda: "has no file descriptor left for what is to" in scarce.log())
-                held = len(descriptors_of(scarce))
-                limit_descriptors(keeper.pid, LIMIT)
-                await until(lambda: len(descriptors_of(scarce)) == held + 1)  # the session, too
-                (server,) = keeper.children()
-                limit_descriptors(keeper.pid, 5)
-                server.kill()
-                await until(lambda: "the server cannot be started" in scarce.log())
-                limit_descriptors(keeper.pid, LIMIT)
-                assert await other.get(ref) == [1, 2, 3]
-                assert torch.equal(await other.get("w"), LARGE)
-                assert torch.equal(await client.get("w"), LARGE)
-                await ts.shutdown("unkept")
-        finally:
-            scarce.close()
+        async with joined(scarce.address) as client:
+            await client.put("w", LARGE)
+            limit_descriptors(keeper.pid, max(descriptors_of(scarce)) + 1)
+            other = await ts.connect(scarce.address, store_name="unkept")
+            ref = await other.put_object([1, 2, 3])
+            await until(lambda: "has no file descriptor left for what is to" in scarce.log())
+            held = len(descriptors_of(scarce))
+            limit_descriptors(keeper.pid, LIMIT)
+            await until(lambda: len(descriptors_of(scarce)) == held + 1)  # the session, too
+            (server,) = keeper.children()
+            limit_descriptors(keeper.pid, 5)
+            server.kill()
+            await until(lambda: "the server cannot be started" in scarce.log())
+            limit_descriptors(keeper.pid, LIMIT)
+            assert await other.get(ref) == [1, 2, 3]
+            assert torch.equal(await other.get("w"), LARGE)
+            assert torch.equal(await client.get("w"), LARGE)
+            await ts.shutdown("unkept")
 
 
 async def test_a_server_without_descriptors_to_start_again_waits_for_them() -> None:
     """It failed in the midst of it, and was given up after some thirty attempts."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        scarce = ScarceServer(Path(folder), owner=os.getpid(), keeper=True)
+    with kept() as scarce:
         keeper = scarce.process
-        try:
-            (server,) = keeper.children()
-            few = len(descriptors_of(scarce)) + 5
-            resource.prlimit(keeper.pid, resource.RLIMIT_NOFILE, (few, few))
-            server.kill()
-            in_words = "cannot start again: transport-not-ready: process "
-            await until(lambda: scarce.log().count(in_words) > 1)
-            assert "Traceback" not in scarce.log()
-            assert keeper.is_running()
-        finally:
-            scarce.close()
+        (server,) = keeper.children()
+        few = len(descriptors_of(scarce)) + 5
+        resource.prlimit(keeper.pid, resource.RLIMIT_NOFILE, (few, few))
+        server.kill()
+        in_words = "cannot start again: transport-not-ready: process "
+        await until(lambda: scarce.log().count(in_words) > 1)
+        assert "Traceback" not in scarce.log()
+        assert keeper.is_running()
 
 
 def limit_descriptors(pid: int, limit: int) -> None:
