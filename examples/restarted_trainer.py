@@ -44,6 +44,11 @@ def make_model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 4))
 
 
+def say(line: str) -> None:
+    """Print in one write: several processes print to the same file."""
+    print(f"{line}\n", end="", flush=True)
+
+
 def digest(model: torch.nn.Module) -> str:
     """Return a digest over the exact bits of all weights."""
     weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
@@ -66,8 +71,8 @@ async def train(run: int, checkpoint: Path, steps: int, killed_at: int) -> None:
         try:  # to show that this does not work
             await ts.put_state_dict({"model": model.state_dict()}, "policy", version=done)
         except ts.VersionGoneError as error:
-            print(f"trainer, run {run}: {error}", flush=True)
-    print(f"trainer, run {run}: starts after step {done}", flush=True)
+            say(f"trainer, run {run}: {error}")
+    say(f"trainer, run {run}: starts after step {done}")
     for step in range(done + 1, steps + 1):
         inputs = torch.randn(32, 16, generator=torch.Generator().manual_seed(step))
         loss = (model(inputs) - inputs[:, :4]).square().mean()
@@ -131,7 +136,7 @@ async def generate(rank: int, steps: int) -> None:
     for (earlier, step), (run, again) in pairwise(seen):
         if again <= step:
             after = f"after step {step} of run {earlier} came step {again} of run {run}"
-    print(f"generator {rank}: {len(seen)} versions of {len(digests)} steps; {after}", flush=True)
+    say(f"generator {rank}: {len(seen)} versions of {len(digests)} steps; {after}")
 
 
 # ---- the process that starts them ---------------------------------------------------------
@@ -163,14 +168,14 @@ async def main(steps: int, killed_at: int) -> None:
                 await asyncio.to_thread(trainer.join)
                 if trainer.exitcode == 0:
                     break
-                print(f"trainer, run {run}: ended with {trainer.exitcode}", flush=True)
+                say(f"trainer, run {run}: ended with {trainer.exitcode}")
             for generator in generators:
                 await asyncio.to_thread(generator.join)
     finally:
         await ts.shutdown()
     if any(process.exitcode for process in (trainer, *generators)):
         raise SystemExit("the trainer or a generator failed")
-    print(f"all {steps} steps arrived bit by bit, also those that were trained twice")
+    say(f"all {steps} steps arrived bit by bit, also those that were trained twice")
 
 
 if __name__ == "__main__":
