@@ -11,10 +11,9 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psutil
@@ -30,10 +29,10 @@ _HEARS_CTRL_C = ("env", "--default-signal=INT")
 _MARK = "EXAMPLE_OF_A_TEST"  # in the environment of an example, and so of all its processes
 
 
-@contextmanager
-def example(
+@asynccontextmanager
+async def example(
     name: str, *arguments: str, launch: tuple[str, ...] = ()
-) -> Iterator[subprocess.Popen[str]]:
+) -> AsyncIterator[subprocess.Popen[str]]:
     """A running example, in a process group of its own; it and its children are ended.
 
     One that ends by itself must leave no process behind.
@@ -51,9 +50,8 @@ def example(
     )
     try:
         yield process
-        deadline = time.monotonic() + 5
-        while process.returncode is not None and left_over(mark):  # a fork server ends by itself
-            assert time.monotonic() < deadline, left_over(mark)
+        if process.returncode is not None:
+            await until(lambda: not left_over(mark))  # a fork server ends by itself
     finally:
         children = descendants(process.pid)
         process.kill()
@@ -202,7 +200,7 @@ both = pytest.mark.parametrize("name", [TRAINER, pytest.param(FSDP, marks=pytest
 
 @both
 async def test_a_killed_worker_ends_the_job_with_an_error(name: str) -> None:
-    with example(name, "--steps", "1000", "--json") as process:
+    async with example(name, "--steps", "1000", "--json") as process:
         started = await until(lambda: workers(process.pid)[2:] and descendants(process.pid), 60)
         workers(process.pid)[-1].kill()
         status, out, err = await output(process)
@@ -214,7 +212,7 @@ async def test_a_killed_worker_ends_the_job_with_an_error(name: str) -> None:
 
 @both
 async def test_ctrl_c_ends_everything_without_a_traceback(name: str) -> None:
-    with example(name, "--steps", "1000", "--json") as process:
+    async with example(name, "--steps", "1000", "--json") as process:
         started = await until(lambda: workers(process.pid)[2:] and descendants(process.pid), 60)
         assert all(ignores_sigint(worker.pid) for worker in workers(process.pid))
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the whole group
@@ -227,7 +225,7 @@ async def test_ctrl_c_ends_everything_without_a_traceback(name: str) -> None:
 
 @pytest.mark.quick
 async def test_two_lines_carry_a_module_to_another_process() -> None:
-    with example("two_lines.py") as process:
+    async with example("two_lines.py") as process:
         status, out, err = await output(process)
     assert status == 0, err
     writer, reader = sorted(out.splitlines(), reverse=True)
@@ -291,7 +289,7 @@ async def test_generators_follow_a_killed_trainer_back_to_its_checkpoint() -> No
 
 async def test_ranks_of_torchrun_read_back_in_another_layout() -> None:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    with example("torchrun_reshard.py", launch=launch) as process:
+    async with example("torchrun_reshard.py", launch=launch) as process:
         status, out, err = await output(process)
     assert status == 0, err
     assert sorted(out.splitlines()) == [

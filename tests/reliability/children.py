@@ -60,29 +60,31 @@ def uniform(tensor: torch.Tensor) -> int:
     return low
 
 
-async def overwrite(pipe: Connection, address: str, elements: int, seconds: float) -> None:
-    """Put one key as fast as possible; version n is full of n."""
+async def overwrite(pipe: Connection, address: str, elements: int) -> None:
+    """Put one key as fast as possible, until the test says something; version n is full of n."""
     await ts.connect(address)
     tensor = torch.empty(elements, dtype=torch.int32)
-    loop = asyncio.get_running_loop()
-    end = loop.time() + seconds
     number = 0
-    while loop.time() < end:
+    while not pipe.poll():
         number += 1
         ref = await ts.put("w", tensor.fill_(number))
         assert ref.version == number
     pipe.send(number)
 
 
-async def read_in_place(pipe: Connection, address: str, elements: int, seconds: float) -> None:
-    """Get into one tensor; report how many reads, and how many different versions."""
+async def read_in_place(
+    pipe: Connection, address: str, elements: int, seconds: float, least: int
+) -> None:
+    """Get into one tensor, for so many seconds, and at least so often, half of them something new;
+    report how many reads, and how many different versions.
+    """
     await ts.connect(address)
     mine = torch.zeros(elements, dtype=torch.int32)
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
     last = reads = versions = 0
     await ts.wait("w")
-    while loop.time() < end:
+    while loop.time() < end or reads < least or versions < least // 2:
         assert await ts.get("w", mine) is mine
         number = uniform(mine)
         assert number >= last, f"went back from {last} to {number}"
@@ -92,14 +94,17 @@ async def read_in_place(pipe: Connection, address: str, elements: int, seconds: 
     pipe.send((reads, versions))
 
 
-async def read_zero_copy(pipe: Connection, address: str, elements: int, seconds: float) -> None:
-    """Get newest versions and exact ones; what is held stays as it was."""
+async def read_zero_copy(
+    pipe: Connection, address: str, elements: int, seconds: float, least: int
+) -> None:
+    """The same with newest versions and exact ones; what is held stays as it was."""
     await ts.connect(address)
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
     held: torch.Tensor | None = None
     last = reads = versions = 0
-    while loop.time() < end:
+    await ts.wait("w")
+    while loop.time() < end or reads < least or versions < least // 2:
         if reads % 2:
             tensor = await ts.get("w")
             number = uniform(tensor)

@@ -7,13 +7,13 @@ import contextlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.processes import fork_server
 from tests.reliability import children
-from tests.support import until
+from tests.support import turn, until
 
 import torchstore_core as ts
 
@@ -30,6 +30,7 @@ __all__ = [
     "maps",
     "rss",
     "settled",
+    "under_way",
 ]
 
 MB = 1 << 20
@@ -156,6 +157,27 @@ async def used_at_rest() -> int:
 
     await until(at_rest)
     return seen[-1].used
+
+
+async def under_way(
+    begin: Callable[[], Coroutine[Any, Any, Any]],
+    seen: Callable[[], Awaitable[bool]],
+    seconds: float = 0.0,
+) -> asyncio.Future[Any]:
+    """Begin something, and return it when it is seen under way, and still is so many seconds later.
+    On a busy machine it may be over before anybody looks: then it is begun again.
+    """
+    while True:
+        work = asyncio.ensure_future(begin())
+        while not work.done():
+            if await seen():
+                if not seconds:
+                    return work
+                await asyncio.sleep(seconds)
+                if await seen():
+                    return work
+            await turn()
+        await work
 
 
 def fds(pid: int | str = "self") -> int:

@@ -135,7 +135,7 @@ async def test_a_half_that_hangs_is_replaced(how: str, monkeypatch: pytest.Monke
 
 async def test_calls_that_are_late_but_return_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async with _half() as half:
-        monkeypatch.setattr(f"{_ISOLATED}._PAUSE_S", 0.25)
+        monkeypatch.setattr(f"{_ISOLATED}._PAUSE_S", 0.5)
         before = await half.pid()
         await half.ask(Letter("threads are late"))
 

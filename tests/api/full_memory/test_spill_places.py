@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.reliability.harness import is_running
 from tests.support import disk_of, open_files, running_store, until
 
 import torchstore_core as ts
@@ -231,13 +232,9 @@ async def test_nothing_is_left_behind(runtime, tmp_path):
     pid = (await client.status()).controller_pid
     assert list(tmp_path.iterdir()) == []
     os.kill(pid, signal.SIGKILL)
-    await until(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid))
+    await until(lambda: not is_running(pid))
     assert list(tmp_path.iterdir()) == []
     await ts.shutdown()
-
-
-def _is_zombie(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 async def test_files_of_dead_servers_are_removed(runtime, tmp_path):

@@ -31,6 +31,7 @@ from tests.reliability.harness import (
     fds,
     is_running,
     kill,
+    under_way,
 )
 from tests.support import running_store, until
 
@@ -235,14 +236,18 @@ async def test_a_wait_is_met_by_a_put_after_the_server_has_come_back(store: ts.C
 
 async def test_a_put_that_is_being_written_is_finished(store: ts.Client) -> None:
     """Its memory is kept for it, and nobody else is given it."""
-    value = torch.arange(float(4 * MB))
-    puts = [asyncio.ensure_future(ts.put(f"k{n}", value + n)) for n in range(6)]
-    await until(_unfinished)
+    values = [torch.arange(float(4 * MB)) + n for n in range(6)]
+
+    async def put() -> list[ts.ObjectRef]:
+        await ts.delete_batch(await ts.keys())
+        refs = await asyncio.gather(*(ts.put(f"k{n}", one) for n, one in enumerate(values)))
+        return list(refs)
+
+    puts = await under_way(put, _unfinished)
     await lose_the_server()
-    refs = await asyncio.gather(*puts)
-    assert [ref.version for ref in refs] == [1] * 6
-    for n in range(6):
-        assert torch.equal(await ts.get(f"k{n}"), value + n)
+    assert len({ref.version for ref in await puts}) == 1
+    for n, one in enumerate(values):
+        assert torch.equal(await ts.get(f"k{n}"), one)
 
 
 async def _unfinished() -> bool:
@@ -298,7 +303,11 @@ async def test_references_are_held_while_there_is_no_server(store: ts.Client) ->
         child.tell("end")
         assert await child.said() == "ended"
         await until(lambda: _holds(0))
-    assert (await account()).used == 4 * MB
+    await until(_only_k_is_left)
+
+
+async def _only_k_is_left() -> bool:
+    return (await account()).used == 4 * MB
 
 
 @pytest.mark.thorough

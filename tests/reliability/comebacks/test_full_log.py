@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from tests.processes import run_script
-from tests.reliability.harness import MB, is_running, kill
+from tests.reliability.harness import MB, kill
 from tests.support import running_store, until
 
 import torchstore_core as ts
@@ -34,7 +34,7 @@ def no_longer_files(pid: int) -> Iterator[None]:
     try:
         yield
     finally:
-        if is_running(pid):
+        with contextlib.suppress(ProcessLookupError):  # it has been killed, and ends at this moment
             resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
 
 

@@ -23,6 +23,7 @@ from tests.reliability.harness import (
     is_running,
     kill,
     settled,
+    under_way,
 )
 from tests.support import running_store, until
 
@@ -187,16 +188,15 @@ async def test_many_forks_leave_nothing_behind():
 
 
 async def test_a_fork_in_the_middle_of_a_put():
-    async with running_store(capacity=96 * MB):
+    async with running_store(capacity=192 * MB):
         await ts.put("a", full_of(7))
         held = await ts.get("a")
         large = torch.full((64 * MB,), 3, dtype=torch.uint8)
-        put = asyncio.ensure_future(ts.put("large", large))
 
         async def copying() -> bool:
             return (await account()).unfinished > 0
 
-        await until(copying)
+        put = await under_way(lambda: ts.put("large", large), copying)
         with Child(children.inherit, [held], start="fork") as child:
             child.tell("own")
             assert (await child.said())[0] == 7

@@ -23,21 +23,20 @@ async def test_readers_see_whole_versions_in_order():
     # machine also those that a zero-copy reader has let go without the server knowing it yet.
     await ts.initialize(capacity=50 * 4 * ELEMENTS, prefault=0)
     address = await ts.address()
-    args = (address, ELEMENTS, SECONDS)
     try:
         with ExitStack() as stack:
-            writer = stack.enter_context(Child(children.overwrite, *args))
+            writer = stack.enter_context(Child(children.overwrite, address, ELEMENTS))
             readers = [
-                stack.enter_context(Child(function, *args))
+                stack.enter_context(Child(function, address, ELEMENTS, SECONDS, MIN_READS))
                 for function in (children.read_in_place, children.read_zero_copy)
                 for _ in range(2)
             ]
-            written = await writer.said(SECONDS + 30)
-            assert written > MIN_READS
             for reader in readers:
                 reads, versions = await reader.said(SECONDS + 30)
                 assert reads >= MIN_READS
                 assert versions >= MIN_READS // 2
+            writer.tell("stop")
+            assert await writer.said() > MIN_READS // 2
 
         async def one_version_left() -> bool:
             status = await ts.status()

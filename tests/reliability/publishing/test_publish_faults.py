@@ -17,7 +17,16 @@ from typing import Any
 import pytest
 import torch
 from tests.reliability import children
-from tests.reliability.harness import MB, Account, Child, account, kill, settled, used_at_rest
+from tests.reliability.harness import (
+    MB,
+    Account,
+    Child,
+    account,
+    kill,
+    settled,
+    under_way,
+    used_at_rest,
+)
 from tests.reliability.loops.test_cancellation import Way, cancel, give_up, leave, moments
 from tests.reliability.loops.test_loops import LOOPS, NewLoop, open_fds
 from tests.reliability.loops.test_steady import stays_flat
@@ -277,18 +286,24 @@ async def test_copies_under_way_end_when_the_server_is_killed(seconds: float):
         await ts.put_state_dict({"w": value}, KEY)
         server = (await ts.status()).controller_pid
         mine = torch.zeros_like(value).t()
-        calls = [
-            asyncio.ensure_future(ts.put_state_dict({"w": value.t()}, "other", blocking=blocking))
-            for blocking in (True, False)
-        ]
-        reading = asyncio.ensure_future(ts.get_state_dict(KEY, {"w": mine}))
+
+        async def put(*, blocking: bool) -> None:
+            made = await ts.put_state_dict({"w": value.t()}, "other", blocking=blocking)
+            if isinstance(made, ts.PendingPut):  # it had no more to copy
+                await made
+
+        async def all_three() -> None:
+            works = put(blocking=True), put(blocking=False), ts.get_state_dict(KEY, {"w": mine})
+            tasks[:] = map(asyncio.ensure_future, works)
+            await asyncio.wait(tasks)
 
         async def copying() -> bool:
             seen = await account()
             return seen.unfinished == 2 * value.nbytes and seen.leased == value.nbytes
 
-        await until(copying)
-        await asyncio.sleep(seconds)
+        tasks: list[asyncio.Future[Any]] = []
+        waiting = await under_way(all_three, copying, seconds)
+        *calls, reading = tasks
         start = time.monotonic()
         kill(server)
         for call in calls:
@@ -299,6 +314,7 @@ async def test_copies_under_way_end_when_the_server_is_killed(seconds: float):
             assert (await reading)["w"] is mine
             assert children.uniform(mine) == 1
         assert time.monotonic() - start < 2 * AT_ONCE_S
+        await waiting
 
 
 # ---- processes and loops that end early ---------------------------------------------------

@@ -49,6 +49,14 @@ async def advanced(by: int) -> int:
     return (await ts.wait(KEY, min_version=target, timeout=20))[KEY].version
 
 
+async def have_seen_enough(readers: Readers) -> bool:
+    """Whether there were so many publishes, and each reader has seen several of them."""
+    seen = await readers.seen()
+    return await ts.latest_version(KEY) > MIN_READS and all(
+        reads >= MIN_READS and changes >= MIN_READS // 2 for reads, changes, _ in seen
+    )
+
+
 async def stopped(ranks: Sequence[Child]) -> int:
     """The ranks publish no more; the highest version that one of them began."""
     for rank in ranks:
@@ -84,6 +92,7 @@ async def test_readers_of_another_layout_see_whole_versions_in_order(
             for rank in range(RANKS)
         ]
         await asyncio.sleep(seconds)
+        await until(lambda: have_seen_enough(readers), 60)  # they may have begun late
         last = await stopped(ranks)
         newest = await ts.latest_version(KEY)
         assert last - 2 <= newest <= last  # as far ahead as a rank goes

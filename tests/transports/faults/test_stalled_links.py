@@ -52,10 +52,10 @@ def _stopped(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-async def _get(client: ts.Client) -> float:
+async def _get(client: ts.Client, **how: float) -> float:
     """Returns the seconds that it took."""
     began = time.monotonic()
-    assert torch.equal(await client.get("t", torch.zeros_like(VALUE)), VALUE)
+    assert torch.equal(await client.get("t", torch.zeros_like(VALUE), **how), VALUE)
     return time.monotonic() - began
 
 
@@ -121,13 +121,13 @@ async def test_a_half_that_stays_stopped_is_replaced_though_its_client_only_read
 
 
 async def test_an_operation_that_ends_meanwhile_makes_the_next_begin_with_another() -> None:
-    async with _store(0.9) as (client, apart):
+    async with _store(20.0) as (client, apart):
         with _stopped(apart):
             with (
                 pytest.warns(RuntimeWarning, match=STALLED),
                 pytest.raises(ts.StoreTimeoutError),
             ):
-                await _get(client)
+                await _get(client, timeout=0.9)
             await _get(client)
             assert await _chosen(client) != APART
 
@@ -150,11 +150,11 @@ async def test_a_put_over_a_half_that_is_stopped_ends_in_its_time() -> None:
 
 async def test_the_last_transport_is_waited_for() -> None:
     strategy = ts.SingletonStrategy(transport=APART)
-    async with _store(4.0, strategy=strategy) as (client, apart):
+    async with _store(20.0, strategy=strategy) as (client, apart):
         os.kill(apart, signal.SIGSTOP)
-        getting = asyncio.ensure_future(_get(client))
-        try:
-            done, _ = await asyncio.wait([getting], timeout=2.5)
+        getting = asyncio.ensure_future(_get(client, timeout=8.0))
+        try:  # others would give up after a third of that
+            done, _ = await asyncio.wait([getting], timeout=3.5)
             assert not done
         finally:
             os.kill(apart, signal.SIGCONT)

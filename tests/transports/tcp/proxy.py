@@ -33,10 +33,11 @@ class Proxy:
 
     def __init__(self, source: str = "") -> None:
         self._source = source
-        self._counting = threading.Lock()
+        self._counting = threading.Condition()
         self.delay_s = 0.0
         self.open = threading.Event()
         self.open.set()
+        self._most: dict[str, int] = {}
         self.flip_after: dict[str, int] = {}
         self.forwarded = {"up": 0, "down": 0}
         self._received = {"up": 0, "down": 0}
@@ -78,6 +79,21 @@ class Proxy:
         for sock in list(self._sockets):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
+        self.go_on()
+
+    def stop_after(self, way: str, nbytes: int) -> int:
+        """Hand on so many bytes more, and then nothing, however late somebody looks. Returns what
+        :attr:`forwarded` is then, at least.
+        """
+        with self._counting:
+            self._most[way] = self.forwarded[way] + nbytes
+            return self._most[way]
+
+    def go_on(self) -> None:
+        """Hand on everything again."""
+        with self._counting:
+            self._most.clear()
+            self._counting.notify_all()
 
     def _start(self, call: object, *arguments: object) -> None:
         thread = threading.Thread(target=call, args=arguments, daemon=True)  # type: ignore[arg-type]
@@ -136,6 +152,8 @@ class Proxy:
             due, data = pipe.get()
             time.sleep(max(0.0, due - time.monotonic()))
             self.open.wait()
+            with self._counting:
+                self._counting.wait_for(lambda: self.forwarded[way] < self._most.get(way, 1 << 60))
             if not data:
                 break
             if not broken:

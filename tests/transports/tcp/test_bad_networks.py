@@ -52,6 +52,7 @@ async def test_a_cut_is_an_error_that_says_what_has_arrived(write: bool, streams
                 there.memory[: 200 * MB] = data
             copies = [Copy(local.address + i * MB, 7, i * MB, MB) for i in range(200)]
             idle, answered = link.progress(), proxy.forwarded["down"]
+            proxy.stop_after("up" if write else "down", 150 * MB)  # of 200
             moving = asyncio.ensure_future((link.write if write else link.read)(copies))
             # Before one stream has sent so much ahead that it waits for an answer.
             most = (40 if streams == 1 else 60) * MB
@@ -80,9 +81,9 @@ async def test_progress_is_what_has_moved_and_nothing_else() -> None:
             local = Local(100 * MB)
             for move in (link.write, link.read):
                 idle = link.progress()
+                proxy.stop_after("up" if move == link.write else "down", 20 * MB)
                 moving = asyncio.ensure_future(move([local.copy()]))
                 await until(lambda idle=idle: link.progress() > idle + 10 * MB, 20)
-                proxy.open.clear()
                 seen = [link.progress()]
 
                 def still(seen: list[int] = seen) -> bool:
@@ -91,7 +92,7 @@ async def test_progress_is_what_has_moved_and_nothing_else() -> None:
 
                 await until(still, 20)
                 assert not moving.done()
-                proxy.open.set()
+                proxy.go_on()
                 await moving
                 assert link.progress() >= idle + 100 * MB
 
@@ -101,14 +102,16 @@ async def test_a_stall_ends_and_nothing_was_lost() -> None:
         async with linked(128 * MB, proxy.route) as (link, _):
             data = os.urandom(100 * MB)
             source, target = Local(100 * MB, data), Local(100 * MB)
-            for move in (link.write([source.copy()]), link.read([target.copy()])):
+            for way, move in (
+                ("up", link.write([source.copy()])),
+                ("down", link.read([target.copy()])),
+            ):
+                most = proxy.stop_after(way, 10 * MB)
                 moving = asyncio.ensure_future(move)
-                before = dict(proxy.forwarded)
-                await until(lambda b=before: sum(proxy.forwarded.values()) > sum(b.values()), 20)
-                proxy.open.clear()
+                await until(lambda way=way, most=most: proxy.forwarded[way] >= most, 20)
                 done, _ = await asyncio.wait([moving], timeout=0.5)
                 assert not done
-                proxy.open.set()
+                proxy.go_on()
                 await moving
             assert target.raw == data
 
@@ -136,6 +139,7 @@ async def test_a_cancelled_read_ends_at_once(stalled: bool) -> None:
         async with linked(256 * MB, proxy.route) as (link, there):
             there.memory[: 200 * MB] = b"r" * (200 * MB)
             local = Local(200 * MB)
+            proxy.stop_after("down", 150 * MB)  # so that it has not ended when it is cancelled
             reading = asyncio.ensure_future(link.read([local.copy()]))
             await until(lambda: proxy.forwarded["down"] > 30 * MB, 20)
             if stalled:
@@ -144,6 +148,7 @@ async def test_a_cancelled_read_ends_at_once(stalled: bool) -> None:
             assert await ends_within(reading, 0.5)
             assert reading.cancelled()
             local.buffer.raw = bytes(200 * MB)
+            proxy.go_on()
             proxy.open.set()
             assert not link.unsettled
             # The link is as good as before.
@@ -170,27 +175,31 @@ async def test_a_cancelled_read_has_ended_when_it_raises() -> None:
 
 
 async def test_a_cancelled_write_settles_if_it_can() -> None:
-    async with linked(512 * MB) as (link, there):
-        local = Local(400 * MB, b"w" * (400 * MB))
-        writing = asyncio.ensure_future(link.write([local.copy()]))
-        await until(lambda: there.memory[0] == ord("w"), 20)
-        writing.cancel()
-        assert await ends_within(writing, 1.0)
-        assert writing.cancelled()
-        if not link.unsettled:
-            there.memory[: 400 * MB] = bytes(400 * MB)
-            after = Local(5, b"after")
-            await link.write([after.copy(400 * MB)])
-            assert there.memory[: 400 * MB] == bytes(400 * MB)
-        await there.server.disconnect(PEER)
+    with Proxy() as proxy:
+        async with linked(512 * MB, proxy.route) as (link, there):
+            proxy.stop_after("up", 350 * MB)  # so that it has not ended when it is cancelled
+            local = Local(400 * MB, b"w" * (400 * MB))
+            writing = asyncio.ensure_future(link.write([local.copy()]))
+            await until(lambda: there.memory[0] == ord("w"), 20)
+            writing.cancel()
+            assert await ends_within(writing, 1.0)
+            assert writing.cancelled()
+            if not link.unsettled:
+                proxy.go_on()
+                there.memory[: 400 * MB] = bytes(400 * MB)
+                after = Local(5, b"after")
+                await link.write([after.copy(400 * MB)])
+                assert there.memory[: 400 * MB] == bytes(400 * MB)
+            await there.server.disconnect(PEER)
 
 
 async def test_a_cancelled_write_that_is_stalled_is_uncertain_until_disconnect() -> None:
     with Proxy() as proxy:
         async with linked(256 * MB, proxy.route) as (link, there):
             local = Local(200 * MB, b"w" * (200 * MB))
+            most = proxy.stop_after("up", 20 * MB)
             writing = asyncio.ensure_future(link.write([local.copy()]))
-            await until(lambda: proxy.forwarded["up"] > 20 * MB, 20)
+            await until(lambda: proxy.forwarded["up"] >= most, 20)
             proxy.open.clear()
             writing.cancel()
             assert await ends_within(writing, 1.0)

@@ -73,9 +73,9 @@ async def test_long_rows_are_sent_from_the_segment_itself(monkeypatch: pytest.Mo
             target = Local(9 * MB)
             await link.read([target.copy()])
             assert target.raw == data
-            assert sum(sent) == 9 * MB
+            await until(lambda: sum(sent) == 9 * MB)  # what was sent may be counted a moment later
             await link.read([Copy(target.address, 7, MB, 100_000, 20, 100_000, 200_000)])
-            assert sum(sent) == 9 * MB + 20 * 100_000
+            await until(lambda: sum(sent) == 9 * MB + 20 * 100_000)
             await link.read([Copy(target.address, 7, MB, 100, 20, 100, 200)])
             assert sum(sent) == 9 * MB + 20 * 100_000
 
@@ -260,7 +260,7 @@ async def test_nothing_is_open_without_clients_and_nothing_is_left() -> None:
     await until(lambda: not threads())  # of the test before
     before = sockets()
     async with volume() as there:
-        assert sockets() == before
+        assert sockets() <= before
         assert not threads()
         link = await there.connect()
         port = there.endpoint[1]
@@ -278,13 +278,13 @@ async def test_nothing_is_open_without_clients_and_nothing_is_left() -> None:
         await there.server.disconnect(b"other")
         assert not listening(port)
         await until(lambda: not threads())
-        assert sockets() == before
+        assert sockets() <= before
         # A client may come again.
         link = await there.connect()
         await link.read([local.copy()])
         link.close()
     await until(lambda: not threads())
-    assert sockets() == before
+    assert sockets() <= before
 
 
 async def test_a_link_that_is_dropped_closes_its_connections() -> None:
@@ -297,7 +297,7 @@ async def test_a_link_that_is_dropped_closes_its_connections() -> None:
         gc.collect()
         await until(lambda: not any(name == "torchstore-tcp" for name in threads()))
         await there.server.disconnect(PEER)
-        assert sockets() == before
+        assert sockets() <= before
 
 
 async def test_a_closed_link_and_a_closed_volume() -> None:

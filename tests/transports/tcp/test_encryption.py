@@ -160,7 +160,7 @@ async def test_a_slow_handshake_at_an_encrypted_port(
 ) -> None:
     """It has one limit as a whole, however diligently somebody sends a byte of it at a time."""
     _use(monkeypatch, authorities[0])
-    monkeypatch.setattr("torchstore_transports.tcp.serving.peers.GREETING_S", 0.5)
+    monkeypatch.setattr("torchstore_transports.tcp.serving.peers.GREETING_S", 2.0)
     async with linked() as (_, there):
         began = time.monotonic()
         slow = socket.create_connection(there.endpoint, timeout=10)

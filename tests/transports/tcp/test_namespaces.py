@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 import shutil
 import subprocess
@@ -110,7 +111,8 @@ async def test_a_cable_that_is_pulled_for_a_while(space: Space) -> None:
     """Nothing is lost, however long the kernel takes to try again."""
     with Apart(64 * MB, _in(space)) as there:
         link = await there.connect()
-        _run(*_in(space), _TC, "qdisc", "add", "dev", "eth0", *_LIMIT)
+        slow = ("qdisc", "add", "dev", "eth0", *_limit("8mbit"))  # or it would be over too soon
+        _run(*_in(space), _TC, *slow)
         data = os.urandom(16 * MB)
         source, target = Local(16 * MB, data), Local(16 * MB)
         await link.write([source.copy()])
@@ -122,6 +124,7 @@ async def test_a_cable_that_is_pulled_for_a_while(space: Space) -> None:
         (network,) = msgspec.msgpack.decode(there.offer, type=Offer).networks
         if ":" in network.address:  # the kernel drops it when the interface goes down
             _run(*_in(space), "ip", "addr", "add", f"{network.address}/64", "dev", "eth0", "nodad")
+        _run(*_in(space), _TC, "qdisc", "delete", "dev", "eth0", "root")
         await asyncio.wait_for(reading, 30)
         assert target.raw == data
         link.close()
@@ -129,19 +132,24 @@ async def test_a_cable_that_is_pulled_for_a_while(space: Space) -> None:
 
 # Not everybody has the folders of system programs on the path.
 _TC = shutil.which("tc", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") or "tc"
-_LIMIT = ("root", "tbf", "rate", "200mbit", "burst", "256kb", "latency", "50ms")
+
+
+def _limit(rate: str) -> tuple[str, ...]:
+    return ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
 
 
 async def test_a_slow_link(space: Space) -> None:
     with Apart(64 * MB, _in(space)) as there:
         link = await there.connect()
-        _run(*_in(space), _TC, "qdisc", "add", "dev", "eth0", *_LIMIT)
+        _run(*_in(space), _TC, "qdisc", "add", "dev", "eth0", *_limit("200mbit"))
         data = os.urandom(20 * MB)
         source, target = Local(20 * MB, data), Local(20 * MB)
         await link.write([source.copy()])
-        began = time.monotonic()
-        await link.read([target.copy()])
-        took = time.monotonic() - began
+        took = math.inf
+        for _ in range(3):  # a busy machine may hold up one of them
+            began = time.monotonic()
+            await link.read([target.copy()])
+            took = min(took, time.monotonic() - began)
         assert target.raw == data
         assert 20 * MB * 8 / took < 230e6  # so it did go over the slow link
         assert 20 * MB * 8 / took > 100e6

@@ -49,7 +49,7 @@ async def test_one_set_for_all_volumes() -> None:
         with pytest.raises(TransportError, match="closed"):
             await to_one.read([targets[0].copy()])
         await to_other.read([targets[1].copy()])
-    assert sockets() == before
+    assert sockets() <= before
 
 
 async def test_the_end_of_one_leaves_the_other_alone() -> None:

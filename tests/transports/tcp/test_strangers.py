@@ -141,7 +141,7 @@ async def test_a_replayed_greeting_is_refused() -> None:
 
 async def test_slow_and_silent_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole greeting has one limit, however diligently somebody sends a byte at a time."""
-    monkeypatch.setattr("torchstore_transports.tcp.serving.peers.GREETING_S", 0.5)
+    monkeypatch.setattr("torchstore_transports.tcp.serving.peers.GREETING_S", 2.0)
     async with linked() as (_, there):
         with _stranger(there) as slow, _stranger(there) as silent:
             began = time.monotonic()
