@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from tests.support import running_store, until
+from tests.support import ends_within, running_store, until
 
 import torchstore_core as ts
 
@@ -45,7 +45,7 @@ async def until_free(timeout: float = 1.0) -> None:
     async def nothing_is_held() -> bool:
         return not await ts.refs() and await used() == 0
 
-    await until(nothing_is_held, timeout)
+    assert await ends_within(asyncio.ensure_future(until(nothing_is_held)), timeout)
 
 
 @pytest.mark.parametrize("value", [torch.arange(BIG), torch.ones(3), {"a": [1, "b"]}, b"", None])

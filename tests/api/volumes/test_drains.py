@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.api.volumes.killable import MB, REPAIRED_S, connected, data, lost, store_of
+from tests.api.volumes.killable import (
+    LARGE,
+    MB,
+    REPAIRED_S,
+    connected,
+    data,
+    lost,
+    repaired,
+    store_of,
+)
 from tests.support import running_store, until
 
 import torchstore_core as ts
@@ -54,8 +63,14 @@ async def test_what_is_on_a_volume_of_this_host_goes_to_the_others(
     report = json.loads(capsys.readouterr().out)
     assert report["draining"]
     assert not report["done"]
+
+    async def only_readers_are_left() -> bool:  # also those of the process that copies have ended
+        now = await local.drain(name, wait=False)
+        return 0 < now.leased_bytes == now.nbytes < 2 * LARGE
+
+    await until(only_readers_are_left, REPAIRED_S)
     with pytest.raises(ts.StoreTimeoutError, match=r"leased by readers.*it goes on") as caught:
-        await local.drain(name, timeout=8.0)
+        await local.drain(name, timeout=2.0)
     assert caught.value.details["operation"] == "drain"
     status = await local.status()
     assert status.volumes[index].draining
@@ -184,6 +199,7 @@ async def test_a_loss_while_another_volume_is_drained() -> None:
             assert (await draining).done
             store.kill(0)
             await lost(client, 2)
+            await repaired(client)
             for key, tensor in tensors.items():
                 assert torch.equal(await client.get(key), tensor)
                 assert (await client.stat(key)).copies == 2

@@ -108,7 +108,8 @@ async def test_what_is_deleted_or_replaced_meanwhile_is_not_repaired() -> None:
 
 async def test_whatever_is_killed_during_repair() -> None:
     """A copier, then the volume that gets the copies; reads of a program go on all the while."""
-    with store_of(COPIES, (64 * MB,) * 4, repair_bandwidth=24 * MB) as store:
+    # So slow that it is not over before the last of them is killed.
+    with store_of(COPIES, (64 * MB,) * 4, repair_bandwidth=8 * MB) as store:
         async with connected(store) as client:
             tensors = {f"k{i}": data(i, 2 * MB) for i in range(16)}
             await client.put_batch(tensors)
