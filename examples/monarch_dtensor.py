@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
+import tempfile
 
 import torch
 import torch.distributed as dist
@@ -30,27 +30,25 @@ def matrix() -> torch.Tensor:
     return torch.arange(64.0 * 48.0).reshape(64, 48)
 
 
-def free_port() -> int:
-    """Return a port of this host on which no process listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class Rank(Actor):
     """One rank of a torch.distributed job; each mesh of actors is such a job."""
 
-    def __init__(self, port: int, dim: int) -> None:
+    def __init__(self, folder: str, dim: int) -> None:
         self.rank, self.dim = current_rank().rank, dim
-        os.environ["RANK"], os.environ["WORLD_SIZE"] = str(self.rank), str(RANKS)
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(port)
+        self.meet = f"file://{folder}/{dim}"
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         torch.set_num_threads(1)
 
     @endpoint
     async def join(self) -> None:
         """Join the process group of this mesh."""
-        await asyncio.to_thread(dist.init_process_group, "gloo")
+        await asyncio.to_thread(
+            dist.init_process_group,
+            "gloo",
+            init_method=self.meet,
+            rank=self.rank,
+            world_size=RANKS,
+        )
         self.mesh = init_device_mesh("cpu", (RANKS,))
 
     def shard(self, whole: torch.Tensor) -> torch.Tensor:
@@ -72,12 +70,13 @@ class Rank(Actor):
         return list(mine.shape), torch.equal(mine, self.shard(matrix()))
 
 
-async def main() -> None:
-    """Start both meshes and the store; put with one, get with the other, and compare."""
+async def main(folder: str) -> None:
+    """Start both meshes and the store; put with one, get with the other, and compare.
+
+    The ranks of a mesh find each other through a file in ``folder``.
+    """
     procs = [this_host().spawn_procs({"rank": RANKS}) for _ in range(2)]
-    writers, readers = (
-        mesh.spawn("ranks", Rank, free_port(), dim) for dim, mesh in enumerate(procs)
-    )
+    writers, readers = (mesh.spawn("ranks", Rank, folder, dim) for dim, mesh in enumerate(procs))
     await ts.initialize(capacity=256 << 20)
     try:
         await asyncio.gather(writers.join.call(), readers.join.call())
@@ -99,4 +98,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    with tempfile.TemporaryDirectory() as made:
+        asyncio.run(main(made))

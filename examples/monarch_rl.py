@@ -20,7 +20,7 @@ import argparse
 import asyncio
 import hashlib
 import os
-import socket
+import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -57,10 +57,8 @@ def checksum(tensors: Mapping[str, torch.Tensor]) -> str:
 class Learner(Actor):
     """One FSDP2 rank."""
 
-    def __init__(self, port: int) -> None:
-        self.rank = current_rank().rank
-        os.environ["RANK"], os.environ["WORLD_SIZE"] = str(self.rank), str(RANKS)
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(port)
+    def __init__(self, meet: str) -> None:
+        self.rank, self.meet = current_rank().rank, meet
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         torch.set_num_threads(1)
 
@@ -70,7 +68,13 @@ class Learner(Actor):
         import torch.distributed as dist
         from torch.distributed.fsdp import fully_shard  # takes a second, which the generators save
 
-        await asyncio.to_thread(dist.init_process_group, "gloo")
+        await asyncio.to_thread(
+            dist.init_process_group,
+            "gloo",
+            init_method=self.meet,
+            rank=self.rank,
+            world_size=RANKS,
+        )
         policy = fully_shard(make_policy())
         optimizer = torch.optim.Adam(policy.parameters(), lr=0.003)
         rewards: list[float] = []
@@ -120,16 +124,13 @@ class Generator(Actor):
         return versions, torn
 
 
-def free_port() -> int:
-    """Return a port of this host on which no process listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+async def main(steps: int, lag: int, corrupt: bool, folder: str) -> None:
+    """Start both meshes and the store, let them run, and check their results.
 
-
-async def main(steps: int, lag: int, corrupt: bool) -> None:
-    """Start both meshes and the store, let them run, and check their results."""
-    learners = this_host().spawn_procs({"rank": RANKS}).spawn("learners", Learner, free_port())
+    The learners find each other through a file in ``folder``.
+    """
+    meet = f"file://{folder}/learners"
+    learners = this_host().spawn_procs({"rank": RANKS}).spawn("learners", Learner, meet)
     generators = this_host().spawn_procs({"rank": RANKS}).spawn("generators", Generator)
     await ts.initialize(capacity=256 << 20)
     try:
@@ -161,4 +162,5 @@ if __name__ == "__main__":
     options = parser.parse_args()
     if options.steps < 1 or options.lag < 0:
         parser.error("--steps is at least 1, --lag at least 0")
-    asyncio.run(main(options.steps, options.lag, options.corrupt))
+    with tempfile.TemporaryDirectory() as made:
+        asyncio.run(main(options.steps, options.lag, options.corrupt, made))

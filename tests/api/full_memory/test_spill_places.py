@@ -108,9 +108,13 @@ async def test_a_disk_that_others_fill(small_disk, runtime):
             )
         (small_disk / "filler").unlink()
 
+        # As large as the others: which of these are spilled first depends on what could be written
+        # when, so that a larger one may find all room in pieces.
+        more = {f"next{at}": value(90 + at, MB) for at in range(4)}
+
         async def goes_on() -> bool:
             try:
-                await ts.put("next", value(9))
+                await ts.put_batch(more)
             except ts.StoreFullError:
                 return False
             return True

@@ -286,15 +286,22 @@ async def test_a_bad_client_ends_alone(relayed: Relayed, sent: bytes) -> None:
 
 
 async def test_a_silent_relay_frees_what_its_clients_cannot_have_mapped(
-    impatient: Relayed,
+    impatient: Relayed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their leases stay until their processes end: these may still read the volume's memory."""
+    close = impatient.relay_server.close
+    found: list[object] = []
+
+    def given_up(token: bytes | None = None, why: str = "") -> None:
+        found.append((impatient.relay.valid, impatient.books_now()))
+        close(token, why)
+
     await _put_one(impatient)
     with await _holding(impatient) as holder:
+        monkeypatch.setattr(impatient.relay_server, "close", given_up)
         impatient.uplink.silent = True
-        await until(lambda: not impatient.relay.valid)
-        assert impatient.books() == (1, MB, 2 * MB)  # the relay gives up first
         await until(lambda: impatient.books() == (1, MB, 0))
+        assert found == [(False, (1, MB, 2 * MB))]  # the relay has given up first
         (session,) = impatient.stage.call(impatient.server.status).sessions
         assert (session.pid, session.role, session.leased_bytes) == (holder.pid, "orphan", MB)
         holder.kill()
