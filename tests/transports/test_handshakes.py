@@ -10,6 +10,7 @@ import functools
 import gc
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -90,6 +91,7 @@ async def test_an_operation_survives_the_death_of_its_transport(
     """It goes on over the next one, with one warning, and later ones have the first again."""
     gate, held = tmp_path / "gate", tmp_path / "gate.held"
     monkeypatch.setenv(GATE, str(gate))
+    monkeypatch.setattr("torchstore_core.clients.session.volume_links._FIRST_BACKOFF_S", 60.0)
     async with running_store(prefer=["mailbox-apart"]) as client:
         apart = int(await ask(client, Letter("who"), "mailbox-apart"))
         gate.touch()
@@ -101,6 +103,8 @@ async def test_an_operation_survives_the_death_of_its_transport(
         gate.unlink()
         assert {entry["chosen"] for entry in await client.explain()} == {"shm"}
         assert torch.equal(await client.get("t"), torch.arange(MB))
+        (links,) = (await client._joined.session(10)).volumes
+        links._backoffs["mailbox-apart"].due = time.monotonic()
         await until(lambda: _chosen_after_a_get(client, "mailbox-apart"), 15)
 
 
@@ -111,6 +115,7 @@ async def test_what_has_arrived_is_not_sent_again(
     gate, held = tmp_path / "gate", tmp_path / "gate.held"
     gate.write_text("2")
     monkeypatch.setenv(GATE, str(gate))
+    monkeypatch.setattr("torchstore_core.clients.session.volume_links._FIRST_BACKOFF_S", 60.0)
     values = {f"k{i}": torch.full((MB // 16,), i) for i in range(5)}
     strategy = ts.SingletonStrategy(transport=("mailbox-apart", "mailbox"))
     async with running_store(strategy=strategy, **SMALL) as client:

@@ -185,7 +185,7 @@ async def test_memory_that_is_handed_over_too_late_is_not_lost_for_the_session(
     resource.prlimit(scarce.process.pid, resource.RLIMIT_NOFILE, (last + 1, before[1]))
     try:
         with pytest.warns(RuntimeWarning, match="'shm' to volume .* is not ready"):
-            client = await ts.connect(scarce.address, store_name="scarce", timeout=1.0)
+            client = await ts.connect(scarce.address, store_name="scarce", timeout=2.0)
         try:
             for waits in (path, shm):  # a busy server may find that out after the client
                 await until(functools.partial(said, scarce, f"connects to {waits} waits"))
