@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -9,6 +11,7 @@ from tests.transports.kit.broken.ending import clean
 
 from torchstore_core.errors import TransportError
 from torchstore_core.testing import TransportTests
+from torchstore_core.testing.transports.stopping import _cancelled
 
 BROKEN = "tests.transports.kit.broken"
 SIZES = "test_every_size_arrives"
@@ -248,6 +251,28 @@ class TestPosting(TransportTests):
     entry = half("Posting")
     light_halves = True
     large_bytes = 16 << 20
+
+
+async def test_a_transfer_is_not_late_because_its_loop_stood_still() -> None:
+    """As on a busy machine: when it goes on, the transfer still needs some turns to end."""
+
+    async def transfer() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            asyncio.get_running_loop().call_soon(time.sleep, 1.2)
+            for _ in range(10):
+                await asyncio.sleep(0)
+
+    await _cancelled(transfer(), 0.0, "write")
+
+
+def test_bids_are_not_slow_because_the_machine_was_busy_once() -> None:
+    made = kit(f"{BROKEN}.bids:bid_slow_once")
+    try:
+        getattr(made, PURE)()
+    finally:
+        made.teardown_class()
 
 
 def test_a_link_with_every_ability_passes() -> None:

@@ -24,6 +24,7 @@ class Heavy(Plugin):
 
 
 _moods = iter(range(1 << 60))
+_pauses = iter([0.0] * 50 + [1.0])  # seconds
 BIDS: dict[str, Any] = {
     "nan": lambda _: Bid(float("nan"), 1e9, "?"),
     "negative": lambda _: Bid(-1.0, 1e9, "?"),
@@ -34,6 +35,7 @@ BIDS: dict[str, Any] = {
     "none": lambda _: None,
     "moody": lambda _: Bid(1.0 + next(_moods) // 40, 1e9, "?"),
     "slow": lambda context: (time.sleep(0.005), bid(context))[1],
+    "slow_once": lambda context: (time.sleep(next(_pauses, 0.0)), bid(context))[1],
 }
 
 

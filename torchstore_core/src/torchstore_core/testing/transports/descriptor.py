@@ -181,13 +181,15 @@ class DescriptorTests(TransportKit):
         ]
         environment = dict(os.environ)
         first = [spec.bid(context) for context in known]
-        began = time.perf_counter()
+        quickest = [math.inf] * len(known)  # a machine is busy now and then
         for count in range(_BIDS):
-            again = spec.bid(known[count % len(known)])
-            expected = first[count % len(known)]
-            if again != expected:
-                fail(f"{_about(known[count % len(known)])}: {expected}, and then {again}")
-        took = (time.perf_counter() - began) / _BIDS
+            at = count % len(known)
+            began = time.perf_counter()
+            again = spec.bid(known[at])
+            quickest[at] = min(quickest[at], time.perf_counter() - began)
+            if again != first[at]:
+                fail(f"{_about(known[at])}: {first[at]}, and then {again}")
+        took = max(quickest)
         check(took < _BID_S, f"a bid takes {took * 1e3:.1f} ms; it must only compare what it gets")
         check(dict(os.environ) == environment, "a bid changed the environment")
 
