@@ -132,6 +132,15 @@ def sockets() -> set[str]:
     return {file for file in open_files().values() if file.startswith("socket:")}
 
 
+def opened_since(before: set[str]) -> dict[str, str]:
+    """The sockets that have been opened since then, each with what the kernel says of it."""
+    said = {}
+    for name, column in (("tcp", 9), ("tcp6", 9), ("unix", 6)):
+        for line in Path("/proc/net", name).read_text().splitlines()[1:]:
+            said[f"socket:[{line.split()[column]}]"] = f"{name} {line}"
+    return {one: said.get(one, "?") for one in sockets() - before}
+
+
 def listening(port: int) -> bool:
     """Whether anybody in this network namespace listens at a port."""
     lines = [

@@ -11,7 +11,17 @@ from contextlib import asynccontextmanager
 
 import pytest
 from tests.support import until
-from tests.transports.tcp.halves import MB, PEER, Local, Volume, listening, sockets, volume
+from tests.transports.tcp.halves import (
+    MB,
+    PEER,
+    Local,
+    Volume,
+    listening,
+    opened_since,
+    sockets,
+    threads,
+    volume,
+)
 
 from torchstore_core.errors import TransportError
 from torchstore_transports.tcp.link import TcpLink
@@ -49,7 +59,8 @@ async def test_one_set_for_all_volumes() -> None:
         with pytest.raises(TransportError, match="closed"):
             await to_one.read([targets[0].copy()])
         await to_other.read([targets[1].copy()])
-    assert sockets() <= before
+    await until(lambda: not threads())
+    assert not opened_since(before)
 
 
 async def test_the_end_of_one_leaves_the_other_alone() -> None:
