@@ -126,18 +126,30 @@ def threads() -> list[str]:
 
 
 def sockets() -> set[str]:
-    """The sockets that this process has open. A thread or the collector may close some of what was
-    there before a test.
+    """The sockets of networks that this process has open. A thread or the collector may close some
+    of what was there before a test. (Those to servers, which are of no network, may be opened, too:
+    by clients of earlier tests whose server has died, for a while.)
     """
-    return {file for file in open_files().values() if file.startswith("socket:")}
+    found = set()
+    for link, file in open_files().items():
+        if not file.startswith("socket:"):
+            continue
+        try:
+            same = socket.socket(fileno=os.dup(int(link.name)))
+        except OSError:  # it was just closed
+            continue
+        with same:
+            if same.family != socket.AF_UNIX:
+                found.add(os.readlink(f"/proc/self/fd/{same.fileno()}"))
+    return found
 
 
 def opened_since(before: set[str]) -> dict[str, str]:
     """The sockets that have been opened since then, each with what the kernel says of it."""
     said = {}
-    for name, column in (("tcp", 9), ("tcp6", 9), ("unix", 6)):
+    for name in ("tcp", "tcp6"):
         for line in Path("/proc/net", name).read_text().splitlines()[1:]:
-            said[f"socket:[{line.split()[column]}]"] = f"{name} {line}"
+            said[f"socket:[{line.split()[9]}]"] = f"{name} {line}"
     return {one: said.get(one, "?") for one in sockets() - before}
 
 
