@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar
@@ -84,15 +85,18 @@ class Registering(Rows):
 
 
 class Windowed(Plain):
-    """Its window fails after so many chunks."""
+    """Its window fails after so many chunks, which several threads copy."""
+
+    counting = threading.Lock()
 
     def window(self, segment: int) -> Window:
         return Window(self._at(Copy(0, segment, 0, 0)), SIZE)
 
     def prepare(self, segment: int, offset: int, nbytes: int, *, fresh: bool) -> None:
-        if self.allowed <= 0:
-            raise TransportError("no page is left")
-        self.allowed -= 1
+        with self.counting:
+            if self.allowed <= 0:
+                raise TransportError("no page is left")
+            self.allowed -= 1
 
 
 class Volume:
