@@ -62,7 +62,7 @@ class Result(NamedTuple):
 @pytest.fixture(autouse=True)
 def runtime_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Servers of this test meet no others. (A socket's path is short: not ``tmp_path``.)"""
-    with tempfile.TemporaryDirectory(prefix="ts-") as directory:
+    with tempfile.TemporaryDirectory(prefix="ts-", dir="/tmp") as directory:
         monkeypatch.setenv("XDG_RUNTIME_DIR", directory)
         yield Path(directory) / "torchstore"
 
