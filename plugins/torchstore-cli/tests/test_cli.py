@@ -674,6 +674,15 @@ async def test_doctor_without_a_store(runtime_directory: Path):
     assert plugins["torchstore.runtimes", "local"]["state"] == "ok"
 
 
+async def test_doctor_where_temporary_files_have_long_paths(tmp_path: Path):
+    """No socket can have such a path: shm was said not to start."""
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    report = (await installed("doctor", "--json", TMPDIR=str(deep))).json
+    assert (report["problems"], report["link"]["chosen"]) == ([], "shm")
+    assert not [note for note in report["notes"] if "'shm'" in note]
+
+
 @pytest.mark.parametrize(("width", "loaded"), [(80, EVERYTHING), (120, {})], ids=["80", "120"])
 async def test_doctor_for_people(width: int, loaded: dict[str, str], store: ts.Client):
     result = await torchstore("doctor", COLUMNS=str(width), **loaded)
