@@ -38,6 +38,7 @@ __all__ = [
     "load_all",
     "named_memory",
     "open_files",
+    "resume",
     "running_store",
     "server_children",
     "start_store",
@@ -123,6 +124,14 @@ async def halt(pid: int) -> None:
         return found
 
     await until(lambda: states() == {"T"})
+
+
+def resume(pid: int) -> None:
+    """Let a process go on that was stopped, unless it has ended: the kernel lets one go on that has
+    stopped by the time that its parent dies.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
 
 
 async def ends_within(work: asyncio.Future[Any], seconds: float) -> bool:

@@ -62,7 +62,7 @@ class Result(NamedTuple):
 @pytest.fixture(autouse=True)
 def runtime_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Servers of this test meet no others. (A socket's path is short: not ``tmp_path``.)"""
-    with tempfile.TemporaryDirectory(prefix="ts-") as directory:
+    with tempfile.TemporaryDirectory(prefix="ts-", dir="/tmp") as directory:
         monkeypatch.setenv("XDG_RUNTIME_DIR", directory)
         yield Path(directory) / "torchstore"
 
@@ -672,6 +672,15 @@ async def test_doctor_without_a_store(runtime_directory: Path):
     )
     assert plugins["torchstore.strategies", "singleton"]["state"] == "ok"
     assert plugins["torchstore.runtimes", "local"]["state"] == "ok"
+
+
+async def test_doctor_where_temporary_files_have_long_paths(tmp_path: Path):
+    """No socket can have such a path: shm was said not to start."""
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    report = (await installed("doctor", "--json", TMPDIR=str(deep))).json
+    assert (report["problems"], report["link"]["chosen"]) == ([], "shm")
+    assert not [note for note in report["notes"] if "'shm'" in note]
 
 
 @pytest.mark.parametrize(("width", "loaded"), [(80, EVERYTHING), (120, {})], ids=["80", "120"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -116,7 +117,9 @@ async def test_names_are_those_of_explain(shared: ts.Client) -> None:
     assert _fields(reports.BidLine) - set(volume["bids"][0]) == {"max_bytes"}
 
 
-async def test_status_and_stat_are_printed_readably(shared: ts.Client) -> None:
+async def test_status_and_stat_are_printed_readably(
+    shared: ts.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
 
     await shared.put("model/w", torch.zeros(256, 512, dtype=torch.bfloat16))
@@ -148,6 +151,8 @@ async def test_status_and_stat_are_printed_readably(shared: ts.Client) -> None:
     assert policy[0] == "'policy' version 2: state dict (1), 12 B"
     assert policy[3] == "  kept, too: version 1"
     assert str(await shared.stat("o")).startswith("'o' version 1: object (msgpack), ")
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)  # ages are told in whole seconds
     for shown in (await shared.stat("model/w"), await shared.status()):  # as a notebook shows it
         text = io.StringIO()
         printer = SimpleNamespace(text=text.write)  # all that is used of IPython's

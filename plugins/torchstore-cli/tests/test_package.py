@@ -24,7 +24,7 @@ BIN = Path(sys.executable).parent
 @pytest.mark.soak
 async def test_the_commands_of_its_readme_work() -> None:
     serve, others = re.findall(r"^```bash\n(.*?)^```", README, re.M | re.S)
-    with tempfile.TemporaryDirectory(prefix="ts-") as directory:
+    with tempfile.TemporaryDirectory(prefix="ts-", dir="/tmp") as directory:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHSTORE_")}
         environment |= {"XDG_RUNTIME_DIR": directory, "PATH": f"{BIN}:{os.environ['PATH']}"}
         mine = f"{directory}/store"  # not in the way of another test's

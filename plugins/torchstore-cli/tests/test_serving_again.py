@@ -52,7 +52,7 @@ def is_there(pid: int) -> bool:
 @pytest.fixture
 def directory() -> Iterator[Path]:
     """For sockets, which have short paths: not in ``tmp_path``. It does not exist yet."""
-    with tempfile.TemporaryDirectory(prefix="ts-") as folder:
+    with tempfile.TemporaryDirectory(prefix="ts-", dir="/tmp") as folder:
         yield Path(folder) / "sockets"
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,9 +19,10 @@ from torchstore_core.contracts.transport import Copy, LinkContext, Segment, Serv
 from torchstore_core.machine.topology import probe
 from torchstore_core.server.memory.isolated import IsolatedServer
 from torchstore_core.server.memory.segment import open_memory
+from torchstore_rdma.engine import Engine
 from torchstore_rdma.link import RdmaLink
 
-__all__ = ["FABRICS", "MB", "Memory", "Pair", "needs_nixl", "pair"]
+__all__ = ["FABRICS", "MB", "Memory", "Pair", "needs_nixl", "pair", "paused"]
 
 MB = 1 << 20
 #: Values of UCX_TLS: what UCX chooses on one host, and what it uses between hosts without RDMA.
@@ -133,3 +136,25 @@ async def pair(
                 os.kill(made.pid, signal.SIGCONT)
         await made.server.close()
         os.close(made.fd)
+
+
+@contextmanager
+def paused(begun: Callable[[], bool]) -> Iterator[threading.Event]:
+    """The threads of clients, without which nothing moves, stand still from when ``begun()`` is
+    true to the end: what a test does meanwhile, it does in the middle of a transfer, however late.
+    Yields what is set when they do.
+    """
+    there, go_on, step = threading.Event(), threading.Event(), Engine._step
+
+    def stand(engine: Engine, *args: Any) -> bool:
+        if begun():
+            there.set()
+            go_on.wait(60)
+        return step(engine, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "_step", stand)
+        try:
+            yield there
+        finally:
+            go_on.set()

@@ -13,11 +13,12 @@ import signal
 from pathlib import Path
 
 import pytest
-from tests.support import ends_within, halt, until
+from tests.support import ends_within, halt, turn, until
 
 from torchstore_core.errors import TransportError
+from torchstore_rdma import connection as connections
 
-from .pairs import MB, Memory, needs_nixl, pair
+from .pairs import MB, Memory, needs_nixl, pair, paused
 
 pytestmark = needs_nixl
 _BIG = 512 * MB
@@ -36,9 +37,11 @@ async def test_a_cancelled_write_ends_within_a_second_and_writes_no_more(
 ) -> None:
     async with pair(tmp_path, _BIG, fabric) as volume:
         link, source = await volume.link(), Memory(_BIG, 1)
-        writing = asyncio.ensure_future(link.write([source.copy()]))
-        await until(lambda: volume.look(0, 1) == b"\1", 20)
-        writing.cancel()
+        with paused(lambda: volume.look(0, 1) == b"\1") as begun:
+            writing = asyncio.ensure_future(link.write([source.copy()]))
+            await until(begun.is_set, 20)
+            writing.cancel()
+            await turn()  # in which it gives the transfer up
         assert await ends_within(writing, 1)
         assert writing.cancelled()
         assert not link.unsettled  # the server half has said that it is over
@@ -60,9 +63,11 @@ async def test_a_cancelled_read_ends_within_a_second_and_reads_no_more(
         volume.fill(7)
         link, target = await volume.link(), Memory(_BIG)
         before = volume.pid
-        reading = asyncio.ensure_future(link.read([target.copy()]))
-        await until(lambda: target._buffer[0] == b"\7", 20)
-        reading.cancel()
+        with paused(lambda: target._buffer[0] == b"\7") as begun:
+            reading = asyncio.ensure_future(link.read([target.copy()]))
+            await until(begun.is_set, 20)
+            reading.cancel()
+            await turn()
         assert await ends_within(reading, 1)
         assert reading.cancelled()
         assert 0 < target.count(7) < _BIG
@@ -110,20 +115,21 @@ async def test_a_peer_that_is_stopped(write: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", _WRITES)
-async def test_a_peer_that_goes_on_while_a_call_is_cancelled(write: bool, tmp_path: Path) -> None:
+async def test_a_peer_that_goes_on_while_a_call_is_cancelled(
+    write: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It says that it is over, and survives: the client must not leave before."""
+    monkeypatch.setattr(connections, "_GOODBYE_S", 20.0)  # so long this test may take to let it go
     async with pair(tmp_path, _BIG, "tcp") as volume:
         volume.fill(7)
         link, mine = await volume.link(), Memory(_BIG, 1)
         before = volume.pid
         connection = link._connection
         assert connection is not None
-        moving = asyncio.ensure_future((link.write if write else link.read)([mine.copy()]))
-        if write:
-            await until(lambda: volume.look(0, 1) == b"\1", 20)
-        else:
-            await until(lambda: mine._buffer[0] == b"\7", 20)
-        await halt(before)
+        with paused(lambda: volume.look(0, 1) == b"\1" or mine._buffer[0] == b"\7") as begun:
+            moving = asyncio.ensure_future((link.write if write else link.read)([mine.copy()]))
+            await until(begun.is_set, 20)
+            await halt(before)
         moving.cancel()
         await until(lambda: connection.gone)  # the time to end by itself is over
         os.kill(before, signal.SIGCONT)
@@ -150,12 +156,10 @@ async def test_a_server_half_that_is_killed_is_replaced_within_the_call(
         volume.fill(7)
         link, mine = await volume.link(), Memory(_BIG, 1)
         before = volume.pid
-        moving = asyncio.ensure_future((link.write if write else link.read)([mine.copy()]))
-        if write:
-            await until(lambda: volume.look(0, 1) == b"\1", 20)
-        else:
-            await until(lambda: mine._buffer[0] == b"\7", 20)
-        os.kill(before, signal.SIGKILL)
+        with paused(lambda: volume.look(0, 1) == b"\1" or mine._buffer[0] == b"\7") as begun:
+            moving = asyncio.ensure_future((link.write if write else link.read)([mine.copy()]))
+            await until(begun.is_set, 20)
+            os.kill(before, signal.SIGKILL)
         await moving
         assert not link.unsettled
         assert volume.pid != before
@@ -168,9 +172,10 @@ async def test_a_server_half_that_is_killed_is_replaced_within_the_call(
 async def test_a_server_half_that_is_gone_for_good_fails_the_call(tmp_path: Path) -> None:
     async with pair(tmp_path, _BIG, "tcp") as volume:
         link, mine = await volume.link(), Memory(_BIG, 1)
-        writing = asyncio.ensure_future(link.write([mine.copy()]))
-        await until(lambda: volume.look(0, 1) == b"\1", 20)
-        await volume.server.close()
+        with paused(lambda: volume.look(0, 1) == b"\1") as begun:
+            writing = asyncio.ensure_future(link.write([mine.copy()]))
+            await until(begun.is_set, 20)
+            await volume.server.close()
         with pytest.raises(TransportError):
             await asyncio.wait_for(writing, 5)
         assert link.unsettled

@@ -17,7 +17,7 @@ from torchstore_rdma import fabric
 from torchstore_rdma.link import RdmaLink, RegisteringLink
 from torchstore_transports.registered.memory_locks import is_locked
 
-from .pairs import MB, needs_nixl, pair
+from .pairs import MB, needs_nixl, pair, paused
 from .pairs import Memory as Bytes
 
 pytestmark = needs_nixl
@@ -180,9 +180,10 @@ async def test_memory_in_use_outlives_its_owner_until_the_batch_has_ended(tmp_pa
         block = target._buffer
         tensor = torch.frombuffer(block, dtype=torch.uint8)
         volume.put(0, b"\7")
-        reading = asyncio.ensure_future(_read(link, [tensor]))
-        await until(lambda: bytes(block[:1]) == b"\7", 20)
-        del tensor
+        with paused(lambda: bytes(block[:1]) == b"\7") as begun:
+            reading = asyncio.ensure_future(_read(link, [tensor]))
+            await until(begun.is_set, 20)
+            del tensor
         await asyncio.wait_for(reading, 60)
         await until(lambda: link.kept()[0] == 0)
 
@@ -191,12 +192,13 @@ async def test_a_connection_that_ends_within_a_batch_leaves_nothing_locked(tmp_p
     async with pair(tmp_path, 512 * MB, "tcp", cuda_devices=1) as volume:
         link = await volume.link()
         tensor = torch.zeros(512 * MB, dtype=torch.uint8)
-        reading = asyncio.ensure_future(_read(link, [tensor]))
         connection = link._connection
         assert connection is not None
         assert connection._engine is not None
-        await until(lambda: is_locked(_page(tensor)), 20)
-        link.close()
+        with paused(lambda: is_locked(_page(tensor))) as begun:
+            reading = asyncio.ensure_future(_read(link, [tensor]))
+            await until(begun.is_set, 20)
+            link.close()
         with pytest.raises(TransportError):
             await asyncio.wait_for(reading, 20)
         await until(connection._engine.ended.done)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.processes import Script, run_script
-from tests.support import SMALL, until
+from tests.support import SMALL, resume, until
 
 import torchstore_core as ts
 from torchstore_snapshot import (
@@ -120,7 +120,10 @@ def _writes(pid: int) -> int:
 def listens(pid: int, thread: str) -> bool:
     """Whether a thread of the writer waits for what its program says."""
     socket = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[-2]
-    call = Path(f"/proc/{pid}/task/{thread}/syscall").read_text().split()
+    try:
+        call = Path(f"/proc/{pid}/task/{thread}/syscall").read_text().split()
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        return False
     return len(call) > 1 and int(call[1], 16) == int(socket)
 
 
@@ -219,7 +222,7 @@ async def test_a_program_that_is_killed_commits_nothing(tmp_path: Path) -> None:
         await until(lambda: script._process.wait(0.01) is not None, 60)
         script._out.seek(0)
         writer = int(script._out.read())
-    os.kill(writer, signal.SIGCONT)
+    resume(writer)
     await until(lambda: not Path(f"/proc/{writer}/cmdline").exists() or zombie(writer), 30)
     with pytest.raises(SnapshotNotFoundError):
         Snapshot(tmp_path / "s").get_manifest()

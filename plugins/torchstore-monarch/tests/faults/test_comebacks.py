@@ -6,8 +6,9 @@ import asyncio
 import os
 import random
 import signal
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 
 import psutil
 import pytest
@@ -24,9 +25,10 @@ from tests.monarch.losses import (
     try_get,
 )
 from tests.reliability.comebacks import loads
-from tests.support import until
+from tests.support import halt, until
 
 import torchstore_core as ts
+from torchstore_core.machine import copying
 
 SPREAD = {"num_storage_volumes": 2, "strategy": "spread"}
 _TASKS = 3  # of a worker under load
@@ -187,6 +189,25 @@ async def test_under_load_on_other_hosts(two_hosts: Job, kills: int) -> None:
     await _under_load(two_hosts, kills, random.randrange(1 << 30))
 
 
+_go = threading.Event()
+
+
+async def _hold_back() -> None:
+    """From now on this process writes nothing before it may."""
+    run = copying.run
+
+    async def late(tasks: Iterable[copying.Task], nbytes: int) -> None:
+        await asyncio.to_thread(_go.wait, 60)
+        copying.run = run
+        await run(tasks, nbytes)
+
+    copying.run = late
+
+
+async def _let_go() -> None:
+    _go.set()
+
+
 async def _put_many(number: int) -> list[int]:
     """Puts that are being written when the server dies; their versions."""
     value = torch.arange(float(4 * MB))
@@ -203,9 +224,11 @@ async def _unfinished() -> bool:
 
 async def test_a_put_that_is_being_written_is_finished(one_host: Job) -> None:
     await one_host.root(acts.initialize, {**SPREAD, "capacity": 1 << 30})
+    await one_host.at(0, _hold_back)
     putting = asyncio.ensure_future(one_host.at(0, _put_many, 6))
     await until(lambda: one_host.root(_unfinished))
     await _lose_the_server(one_host)
+    await one_host.at(0, _let_go)
     assert await putting == [1] * 6
     await until(lambda: one_host.root(_idle))
 
@@ -216,7 +239,7 @@ async def test_a_volume_that_dies_with_the_server_is_lost(one_host: Job) -> None
     await one_host.at(0, acts.put_ones, "first", MB)
     await one_host.at(0, acts.put_ones, "second", MB)
     victim = (await one_host.root(acts.status)).volumes[0].pid
-    os.kill(victim, signal.SIGSTOP)  # it cannot attach again
+    await halt(victim)  # it cannot attach again
     await _lose_the_server(one_host)
     assert await one_host.at(1, acts.get_shape, "second") == ((MB,), [1])
     os.kill(victim, signal.SIGKILL)

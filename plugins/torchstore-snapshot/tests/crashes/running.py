@@ -26,7 +26,7 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """What all processes of this test have in their environment; their sockets have a folder."""
     fork_server()  # is none of its processes
     name = uuid.uuid4().hex
-    with tempfile.TemporaryDirectory(prefix="ts-") as runtime:
+    with tempfile.TemporaryDirectory(prefix="ts-", dir="/tmp") as runtime:
         monkeypatch.setenv(_MARK, name)
         monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
         yield name

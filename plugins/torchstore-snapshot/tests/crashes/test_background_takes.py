@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from tests.processes import Script
-from tests.support import SMALL, halt, until
+from tests.support import SMALL, halt, resume, until
 
 import torchstore_core as ts
 from torchstore_snapshot import Snapshot, StateDict, gc
@@ -218,7 +218,7 @@ async def test_the_other_ranks_hear_at_once_of_one_that_dies(
         await until(lambda: dying._process.wait(0.005) is not None, 60)
         if victim == "program":
             dying._out.seek(0)
-            os.kill(int(dying._out.read()), signal.SIGCONT)
+            resume(int(dying._out.read()))
         said = await other.output(30)
     if victim == "program, early":  # its writer has not heard of the take, so gloo says it
         assert said.startswith("RankFailedError")
@@ -256,7 +256,7 @@ async def test_nothing_stays_in_a_store_that_outlives_the_program(
             os.kill({"program": script.pid, "writer": writer}[victim], signal.SIGKILL)
             if victim == "program":
                 await until(lambda: script._process.wait(0.005) is not None, 60)
-                os.kill(writer, signal.SIGCONT)
+                resume(writer)
 
             async def empty() -> bool:
                 return not await ts.keys(PREFIX)

@@ -124,6 +124,7 @@ async def kill_programs(folder: Path, mark: str, times: int) -> None:
             assert {*files(folder)} == used
 
 
+@pytest.mark.soak  # test_collected_at_once kills takes and collections at each of their steps
 async def test_programs_that_are_killed(tmp_path: Path, mark: str) -> None:
     await kill_programs(tmp_path, mark, 4)
 

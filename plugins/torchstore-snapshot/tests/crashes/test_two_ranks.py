@@ -169,6 +169,8 @@ def disk(tmp_path: Path) -> Iterator[Place]:
         yield Place(str(folder / "series" / "s"), folder)
 
 
+@pytest.mark.soak  # each moment of a take has a test of its own in test_ranks and test_takes
+@pytest.mark.timeout(300)
 async def test_one_of_two_ranks_is_killed_at_any_moment(disk: Place, mark: str) -> None:
     await crashes(disk, mark, [("take", "rank"), ("take", _FULL)] * 4)
 

@@ -201,15 +201,15 @@ def test_a_snapshot_of_version_1(folder: Path, tmp_path: Path) -> None:
     assert Snapshot(tmp_path / "t").verify() == {}
 
 
-def peak() -> int:
-    """The most bytes of memory that this process has had since :func:`forget`."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+def peak(pid: int | str = "self") -> int:
+    """The most bytes of memory that a process has had since :func:`forget`, by the kernel."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
 
 
-def forget() -> int:
-    Path("/proc/self/clear_refs").write_text("5")
-    return peak()
+def forget(pid: int | str = "self") -> int:
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+    return peak(pid)
 
 
 @pytest.mark.parametrize("turned", [False, True])

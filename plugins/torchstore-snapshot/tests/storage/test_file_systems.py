@@ -225,13 +225,27 @@ print(float(Snapshot(path).read_object("m/w")[0]))
     assert await _where(tmp_path, {}, body) == "1.0\n"
 
 
-_CALL = re.compile(r"(fsync|rename|renameat2|unlink)\((.*)\) = 0")
+_CALL = re.compile(r"(fsync|rename|renameat2|unlink)\((.*)\) += 0")
+_BEGUN = re.compile(r"(\d+) +(.*) <unfinished \.\.\.>")
+_ENDED = re.compile(r"(\d+) +<\.\.\. \w+ resumed>(.*)")
+
+
+def _calls(log: Path) -> Iterator[str]:
+    """The lines of calls. What others do meanwhile is between the two halves of one."""
+    begun: dict[str, str] = {}
+    for line in log.read_text().splitlines():
+        if half := _BEGUN.fullmatch(line):
+            begun[half[1]] = half[2]
+        elif (rest := _ENDED.fullmatch(line)) and rest[1] in begun:
+            yield begun.pop(rest[1]) + rest[2]
+        else:
+            yield line
 
 
 def _traced(log: Path, root: Path) -> list[str]:
     """What was flushed, renamed and removed below a folder, in order, in short words."""
     found: list[str] = []
-    for line in log.read_text().splitlines():
+    for line in _calls(log):
         match = _CALL.search(line)
         if match is None or str(root) not in line:
             continue

@@ -79,7 +79,10 @@ async def check_plugins(plugins: Sequence[Named], block: Sequence[str]) -> dict[
         block: names of plug-ins that are not loaded.
     """
     outcomes: dict[Named, Outcome] = {}
-    with tempfile.TemporaryDirectory(prefix="torchstore-") as directory:
+    near = tempfile.gettempdir()
+    if len(os.fsencode(near)) > 40:  # a Unix socket's path has at most 107 bytes
+        near = "/tmp"  # noqa: S108 - the directory is one that nobody else may enter
+    with tempfile.TemporaryDirectory(prefix="torchstore-", dir=near) as directory:
         while rest := [named for named in plugins if named not in outcomes]:
             task = _Task(rest, tuple(block), directory)
             outcomes.update(zip(rest, await _check_until_it_ends(task), strict=False))
