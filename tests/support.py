@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 _POLL_S = 0.005
-_LONGEST_POLL_S = 0.1
+_LONG_POLL_S, _LONGEST_POLL_S = 0.1, 0.25
 _SHM = ("/", "dev", "shm")
 
 #: Arguments of ``initialize`` for tests that are not about them.
@@ -60,12 +60,14 @@ RUNTIMES = ("local", "spmd", "monarch")
 
 async def until(predicate: Callable[[], Awaitable[Any] | Any], timeout: float = 20.0) -> Any:
     """Poll until ``predicate()`` (sync or async) is true, and return what it gave. One that takes
-    long is asked less often: what is waited for needs the processor, too.
+    long, or has been false for long, is asked less often: what is waited for needs the processor,
+    too, and so do other tests.
 
     Raises:
         AssertionError: not within ``timeout`` seconds.
     """
-    deadline = time.monotonic() + timeout
+    first = time.monotonic()
+    deadline = first + timeout
     while True:
         begun = time.monotonic()
         value = predicate()
@@ -76,7 +78,8 @@ async def until(predicate: Callable[[], Awaitable[Any] | Any], timeout: float = 
         now = time.monotonic()
         if now > deadline:
             raise AssertionError(f"not true within {timeout} s: {predicate!r} gave {value!r}")
-        await asyncio.sleep(min(max(_POLL_S, 2 * (now - begun)), _LONGEST_POLL_S))
+        pause = max(_POLL_S, min(2 * (now - begun), _LONG_POLL_S), (now - first) / 40)
+        await asyncio.sleep(min(pause, _LONGEST_POLL_S))
 
 
 def children(pid: int | None = None) -> set[int]:
