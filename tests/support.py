@@ -16,14 +16,15 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 import torchstore_core as ts
 from torchstore_core.errors import PluginError
 from torchstore_core.plugins.installed import GROUPS
 from torchstore_core.plugins.registry import Registry
+
+if TYPE_CHECKING:  # processes of tests that need no torch import this module, too
+    import torch
 
 __all__ = [
     "RUNTIMES",
@@ -47,10 +48,9 @@ __all__ = [
 ]
 
 _POLL_S = 0.005
-_LONGEST_POLL_S = 0.1
+_LONG_POLL_S, _LONGEST_POLL_S = 0.1, 0.25
 _SLICES = 20
 _SHM = ("/", "dev", "shm")
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 #: Arguments of ``initialize`` for tests that are not about them.
 SMALL: dict[str, Any] = {"capacity": 256 << 20, "prefault": 0}
@@ -62,12 +62,14 @@ RUNTIMES = ("local", "spmd", "monarch")
 
 async def until(predicate: Callable[[], Awaitable[Any] | Any], timeout: float = 20.0) -> Any:
     """Poll until ``predicate()`` (sync or async) is true, and return what it gave. One that takes
-    long is asked less often: what is waited for needs the processor, too.
+    long, or has been false for long, is asked less often: what is waited for needs the processor,
+    too, and so do other tests.
 
     Raises:
         AssertionError: not within ``timeout`` seconds.
     """
-    deadline = time.monotonic() + timeout
+    first = time.monotonic()
+    deadline = first + timeout
     while True:
         begun = time.monotonic()
         value = predicate()
@@ -78,7 +80,8 @@ async def until(predicate: Callable[[], Awaitable[Any] | Any], timeout: float = 
         now = time.monotonic()
         if now > deadline:
             raise AssertionError(f"not true within {timeout} s: {predicate!r} gave {value!r}")
-        await asyncio.sleep(min(max(_POLL_S, 2 * (now - begun)), _LONGEST_POLL_S))
+        pause = max(_POLL_S, min(2 * (now - begun), _LONG_POLL_S), (now - first) / 40)
+        await asyncio.sleep(min(pause, _LONGEST_POLL_S))
 
 
 def children(pid: int | None = None) -> set[int]:
@@ -252,11 +255,14 @@ def disk_of(folder: Path, nbytes: int) -> Iterator[Path]:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The values' bytes, row-major, as uint8: equal exactly if all values are the same bits."""
+    import torch
+
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     plain = tensor.detach().resolve_conj().resolve_neg()
     if plain.element_size() == 16:
         plain = torch.view_as_real(plain)
     # Some dtypes have no kernel that copies; integers of the same width do.
-    plain = plain.view(_INTEGERS[plain.element_size()]).contiguous()
+    plain = plain.view(integers[plain.element_size()]).contiguous()
     return plain.reshape(-1).view(torch.uint8)
 
 

@@ -169,7 +169,8 @@ def take_in_background_with_a_failing_rank(folder: str, how: str) -> tuple[str, 
     except (ts.TorchStoreError, OSError) as error:
         return type(error).__name__, time.monotonic() - begun
     finally:
-        process.the_writer().close()
+        if failing and how != "arguments":
+            process.the_writer().close()  # the limits are for its life
     return "taken", 0.0
 
 

@@ -178,7 +178,8 @@ async def test_new_ranks_get_what_is_common(jobs: Jobs, tmp_path: Path) -> None:
     assert [missing for _, missing in found] == ["", "", "m/mine", "m/mine"]
 
 
-@pytest.mark.parametrize("background", [False, True])
+# In the background, each of the four ranks starts a process with torch.
+@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.soak)])
 async def test_tensors_of_one_name_on_different_meshes(
     jobs: Jobs, tmp_path: Path, background: bool
 ) -> None:

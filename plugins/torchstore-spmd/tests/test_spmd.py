@@ -124,7 +124,7 @@ def nothing_left(server: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize(
     "torchrun",
-    [pytest.param(True, id="torchrun"), pytest.param(False, id="by hand", marks=pytest.mark.soak)],
+    [pytest.param(True, id="torchrun", marks=pytest.mark.soak), pytest.param(False, id="by hand")],
 )
 async def test_stores_of_ranks_come_and_go_in_every_order(torchrun: bool) -> None:
     with job("rounds", torchrun=torchrun) as ranks:
@@ -425,7 +425,6 @@ async def test_without_its_package_the_error_names_it() -> None:
             except ts.PluginError as error:
                 print("pip install torchstore-spmd" in str(error))
         """,
-        fresh=True,
     )
     assert printed.split() == ["True", "True"]
 

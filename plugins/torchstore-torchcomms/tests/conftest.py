@@ -14,9 +14,11 @@ _OF_THE_MACHINERY = {
     "test_a_pair_that_died_unnoticed_is_made_anew",
     "test_a_write_cancelled_while_the_half_is_stopped_is_in_quarantine",
     "test_cancelling_one_call_does_not_disturb_others",
+    "test_many_at_the_same_time",
     "test_nothing_is_left_of_pairs_that_were_given_up",
     "test_only_ranges_of_the_segment",
     "test_strides_and_slices",
+    "test_the_half_is_killed_in_the_middle",
 }
 
 

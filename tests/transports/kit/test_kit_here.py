@@ -33,13 +33,10 @@ class TestMailbox(TransportTests):
     large_bytes = 16 << 20  # each byte is copied seven times on its way
 
 
+@pytest.mark.soak  # of those that are for users, the kit runs on gloo's isolated half
 class TestMailboxApart(TransportTests):
     """The same, with an isolated server half."""
 
     name = "mailbox-apart"
     light_halves = True
     large_bytes = 16 << 20
-
-    @pytest.mark.soak  # a letter for each piece, through one more process: see TestMailbox
-    def test_a_batch_of_many_pieces_arrives(self) -> None:
-        super().test_a_batch_of_many_pieces_arrives()

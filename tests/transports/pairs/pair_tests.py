@@ -112,14 +112,13 @@ class PairTests:
             assert torch.equal(await client.get("second"), value)
             await until(strangers.left_nothing)
 
-    async def test_the_server_loads_no_torch_while_its_half_does(self) -> None:
-        async with self.store() as client:
-            await client.put("t", torch.arange(MB))
-            assert torch.equal(await client.get("t"), torch.arange(MB))
-            server = (await client.status()).controller_pid
-            (half,) = self._halves(server)
-            assert "libtorch" in Path(f"/proc/{half}/maps").read_text()
-            assert "libtorch" not in Path(f"/proc/{server}/maps").read_text()
+    async def test_the_server_loads_no_torch_while_its_half_does(self, shared: ts.Client) -> None:
+        await shared.put("t", torch.arange(MB))
+        assert torch.equal(await shared.get("t"), torch.arange(MB))
+        server = (await shared.status()).controller_pid
+        (half,) = self._halves(server)
+        assert "libtorch" in Path(f"/proc/{half}/maps").read_text()
+        assert "libtorch" not in Path(f"/proc/{server}/maps").read_text()
 
     # ---- bytes ----------------------------------------------------------------------------
 

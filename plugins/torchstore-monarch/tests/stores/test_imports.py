@@ -47,7 +47,7 @@ _USE = """
     ids=["auto", "local", "spmd"],
 )
 async def test_a_job_without_monarch_never_imports_it(start: str) -> None:
-    printed = await run_script(fresh=True, body=_USE.format(start=start.format(port=free_port())))
+    printed = await run_script(_USE.format(start=start.format(port=free_port())))
     assert printed == "False\n[]\n"
 
 
@@ -56,8 +56,7 @@ async def test_a_job_without_monarch_never_imports_it(start: str) -> None:
 )
 async def test_the_error_names_the_package(arguments: str) -> None:
     printed = await run_script(
-        fresh=True,
-        body=f"""{_WITHOUT}
+        f"""{_WITHOUT}
     try:
         await ts.initialize({arguments})
     except ts.TorchStoreError as error:
@@ -74,8 +73,7 @@ async def test_the_error_names_the_package(arguments: str) -> None:
 async def test_a_job_of_monarch_without_the_plugin_is_told_what_it_lacks() -> None:
     """``mesh=None`` is no wish for Monarch: a warning; who finds nothing gets an error."""
     printed = await run_script(
-        fresh=True,
-        body=f"""{_WITHOUT}
+        f"""{_WITHOUT}
     import os, warnings
     import monarch.actor
     with warnings.catch_warnings(record=True) as caught:
@@ -129,7 +127,6 @@ async def test_the_functions_of_the_descriptor_are_those_of_the_contract() -> No
             ], name
             assert all(p.default is not p.empty for p in there[len(wanted) :]), name
         print("checked")
-        """,
-        fresh=True,
+        """
     )
     assert printed.split() == ["checked"]

@@ -114,7 +114,7 @@ def test_in_the_background(store: Any, tmp_path: Path) -> None:
         Snapshot.async_take("memory://x/y", {"m": state(4)})
 
 
-@pytest.fixture(params=["configuration", "options"])
+@pytest.fixture(params=["options"])
 def unknown_server(
     request: pytest.FixtureRequest, store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, Any]:
@@ -132,6 +132,7 @@ def unknown_server(
     return {}
 
 
+@pytest.mark.parametrize("unknown_server", ["configuration", "options"], indirect=True)
 def test_settings_of_the_program(unknown_server: dict[str, Any], tmp_path: Path) -> None:
     """They also reach the process that writes."""
     hurried_writer(tmp_path / "local")
@@ -186,7 +187,7 @@ def test_settings_of_the_command_line(
     # A shard that is the whole tensor: to compare it, both have to be read.
     shard = ts.TensorShard(torch.arange(6), ts.TensorSlice((0,), (6,), (6,)))
     Snapshot.take(tmp_path / "a", {"m": StateDict(w=shard)}, fsync=False)
-    given = unknown_server.get("storage_options", {})
+    given = unknown_server["storage_options"]
     texts = (v if isinstance(v, str) else json.dumps(v) for v in given.values())
     options = [f"--storage-option={name}={text}" for name, text in zip(given, texts, strict=True)]
 
@@ -205,11 +206,10 @@ def test_settings_of_the_command_line(
     assert call("ls", folder, "none") == 1
     assert call("gc", folder, "--keep-last", 1) == 0
     assert call("ls", URL) == 1
-    if options:
-        assert main(["snapshot", "ls", str(tmp_path / "a"), *options]) == 1
-        assert "storage_options" in capsys.readouterr().err
-        assert main(["snapshot", "ls", URL, "--storage-option", "key"]) == 2
-        assert "KEY=VALUE" in capsys.readouterr().err
+    assert main(["snapshot", "ls", str(tmp_path / "a"), *options]) == 1
+    assert "storage_options" in capsys.readouterr().err
+    assert main(["snapshot", "ls", URL, "--storage-option", "key"]) == 2
+    assert "KEY=VALUE" in capsys.readouterr().err
 
 
 def test_settings_that_no_other_process_can_have(
