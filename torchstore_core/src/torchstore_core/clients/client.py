@@ -334,6 +334,8 @@ class Client(VolumeOperations):
         Raises:
             KeyNotFoundError: ``details["missing"]`` lists all missing keys.
             ConfigurationError: a key is requested twice, at different versions or slices.
+            LayoutMismatchError: also if two destinations overlap in memory; they may be the very
+                same tensor.
             Everything that ``get`` raises.
         """
         with self._watch("get_batch", timeout) as clock:
@@ -563,7 +565,8 @@ class Client(VolumeOperations):
             VersionGoneError: that version is no longer kept, or the wait would be in vain, as in
                 ``wait``.
             StoreTimeoutError: the version did not appear in time.
-            LayoutMismatchError: names all entries that are missing, unexpected or mismatched.
+            LayoutMismatchError: names all entries that are missing, unexpected or mismatched, or
+                two whose destinations overlap in memory and are not the same.
         """
         pickle_too = self._pickles(allow_pickle)
         with self._watch("get_state_dict", timeout, key) as clock:

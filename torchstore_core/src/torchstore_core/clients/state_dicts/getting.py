@@ -15,7 +15,13 @@ from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.state_dicts.ties import PLAIN, Ties, are_apart
 from torchstore_core.clients.transfer.columns.gets import Named, entries_of, names_and_tensors
 from torchstore_core.clients.transfer.gets import Leasing, ValueRequest, asks_of
-from torchstore_core.clients.transfer.targets import Plain, Target, plain_targets, resolve
+from torchstore_core.clients.transfer.targets import (
+    Plain,
+    Target,
+    check_apart,
+    plain_targets,
+    resolve,
+)
 from torchstore_core.clients.values import nesting
 from torchstore_core.clients.values.differences import StateDictReport, mismatch_error
 from torchstore_core.clients.values.nesting import Leaf
@@ -196,6 +202,7 @@ async def _fetch(
         targets, whole = _matching(wanted, reply, starts, found, cast=how.cast)
         if found and how.strict:
             raise mismatch_error(f"{key!r} version {reply.version}", found, key)
+        check_apart(targets, whole)
         if found:
             log.warning("%r version %d: %s", key, reply.version, found)
     values = await leasing.read(targets, how.allow_pickle, whole)

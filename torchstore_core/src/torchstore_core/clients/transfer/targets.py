@@ -12,6 +12,7 @@ import torch
 
 from torchstore_core import boxes
 from torchstore_core.boxes import Box
+from torchstore_core.clients.values import overlaps
 from torchstore_core.clients.values.codec import decode_object
 from torchstore_core.clients.values.plain import look
 from torchstore_core.clients.values.tensors import (
@@ -231,6 +232,36 @@ def resolve(
         target = box or boxes.whole(shape)
         pieces = [*_gather(position, key, entry.parts, target, dtype.itemsize)]
     return Target(at, key, None, dtype, shape, destination, pieces, nbytes)
+
+
+def check_apart(targets: Iterable[Target], plain: Iterable[Plain]) -> None:
+    """Check that no two destinations share a part of their memory, as both would be written at
+    once. Tied weights, the same view given twice, may stand for values that are the same.
+
+    Raises:
+        LayoutMismatchError: names two of them.
+    """
+    whole = [(one.key, one.tensor, one.entry.nbytes) for one in plain if one.tensor is not None]
+    others = [
+        (target.key, target.tensor, overlaps.extent(target.tensor))
+        for target in targets
+        if target.tensor is not None and target.nbytes
+    ]
+    into = [*whole, *others]
+    if len(into) < 2:
+        return
+    if overlaps.are_disjoint([tensor.data_ptr() for _, tensor, _ in into], [n for *_, n in into]):
+        return
+    found = overlaps.find_overlap([tensor for _, tensor, _ in into])
+    if found is not None:
+        both = sorted([into[at][0] for at in found])
+        raise LayoutMismatchError(
+            f"the destinations of {both[0]!r} and {both[1]!r} overlap in memory, and each would "
+            "overwrite a part of the other; give each of them memory of its own (the very same "
+            "tensor may be given for both); nothing was written",
+            key=both[0],
+            details={"overlapping": both},
+        )
 
 
 def _gather(
