@@ -303,7 +303,7 @@ class Leasing:
         their part of the lease until their tensors are garbage-collected.
         """
         measured = self._clock.measured
-        results = Results()
+        results = Results(allow_pickle=allow_pickle)
         if self._leased:
             batches = get_batches(targets, results, plain)
             results.waited = True
@@ -319,7 +319,7 @@ class Leasing:
             measured.moved(sum([p.nbytes for p in pieces if p.grant is None]), "inline")
         if plain:
             results.filled(plain)
-        values = results.finish(targets, allow_pickle=allow_pickle)
+        values = results.finish(targets)
         self._clock.phase("copy")
         return values
 

@@ -311,8 +311,10 @@ def _cuts(target: Box, sources: tuple[Box, ...]) -> tuple[list[Cut], int]:
 class Results:
     """The values of the targets. Each is created when its first byte is about to be moved."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, allow_pickle: bool) -> None:
         self.values: dict[int, Any] = {}  # by the position of the target
+        self._allow_pickle = allow_pickle
+        self._decoded: set[int] = set()  # the positions of objects
         self.waited = False  # whether other tasks may have run since the targets were checked
         self._buffers: dict[int, bytearray] = {}  # the bytes of objects
 
@@ -364,7 +366,16 @@ class Results:
         self.values.update(zip(places, tensors, strict=True))  # no pair stays: nothing to collect
         were_written(tensors)
 
-    def finish(self, targets: Iterable[Target], *, allow_pickle: bool) -> dict[int, Any]:
+    def decode(
+        self, target: Target, codec: ObjectMeta, data: bytes | bytearray | memoryview
+    ) -> None:
+        """Decode an object from its bytes, which are not needed after that."""
+        self.values[target.at] = decode_object(
+            target.key, codec, data, allow_pickle=self._allow_pickle
+        )
+        self._decoded.add(target.at)
+
+    def finish(self, targets: Iterable[Target]) -> dict[int, Any]:
         """All values, once everything has been moved: adds the bytes that the reply contained, and
         decodes objects.
         """
@@ -372,10 +383,10 @@ class Results:
             if target.codec is None:
                 self._complete(target)
                 continue
+            if target.at in self._decoded:
+                continue
             data = self._buffers.get(target.at, target.pieces[0].data or b"")
-            self.values[target.at] = decode_object(
-                target.key, target.codec, data, allow_pickle=allow_pickle
-            )
+            self.decode(target, target.codec, data)
         return self.values
 
     def _complete(self, target: Target) -> None:
