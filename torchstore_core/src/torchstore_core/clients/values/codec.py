@@ -476,7 +476,7 @@ def _check_tensors(key: str, value: Any) -> bool:
     """
     import torch
 
-    from torchstore_core.clients.values.tensors import check_storage, result_of, storable
+    from torchstore_core.clients.values.tensors import check_storage, is_fake, result_of, storable
 
     cloudpickle = _cloudpickle()
     base: Any = pickle.Pickler if cloudpickle is None else cloudpickle.Pickler
@@ -488,8 +488,8 @@ def _check_tensors(key: str, value: Any) -> bool:
                 if (result := result_of(obj)) is not None:
                     nonlocal waited
                     waited, obj = True, result
-                if not _can_unpickle(obj.dtype):
-                    storable(key, obj)  # quantised ones have their own error
+                if is_fake(obj) or not _can_unpickle(obj.dtype):
+                    storable(key, obj)  # fake and quantised ones have their own errors
                     raise UnsupportedValueError(
                         f"{key!r}: torch cannot unpickle a tensor of {obj.dtype}, so it cannot be "
                         "stored inside of an object; put it by itself, or in a state dict",
