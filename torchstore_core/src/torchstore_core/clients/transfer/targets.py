@@ -250,11 +250,10 @@ def check_apart(targets: Iterable[Target], plain: Iterable[Plain]) -> None:
     into = [*whole, *others]
     if len(into) < 2:
         return
-    if overlaps.are_disjoint([tensor.data_ptr() for _, tensor, _ in into], [n for *_, n in into]):
-        return
-    found = overlaps.find_overlap([tensor for _, tensor, _ in into])
+    keys, tensors, extents = zip(*into, strict=True)
+    found = overlaps.find_overlap(tensors, extents)
     if found is not None:
-        both = sorted([into[at][0] for at in found])
+        both = sorted([keys[at] for at in found])
         raise LayoutMismatchError(
             f"the destinations of {both[0]!r} and {both[1]!r} overlap in memory, and each would "
             "overwrite a part of the other; give each of them memory of its own (the very same "

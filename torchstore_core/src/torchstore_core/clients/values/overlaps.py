@@ -50,32 +50,40 @@ def are_disjoint(addresses: Sequence[int], sizes: Iterable[int]) -> bool:
 
 
 def extent(tensor: torch.Tensor) -> int:
-    """The number of bytes from the first to the last one of a tensor with at least one element."""
-    if tensor.is_contiguous():
+    """The number of bytes from the first to the last one of a tensor."""
+    if tensor.is_contiguous() or not tensor.numel():
         return tensor.nbytes
     steps = zip(tensor.stride(), tensor.shape, strict=True)
     return tensor.element_size() * (1 + sum([stride * (count - 1) for stride, count in steps]))
 
 
-def find_overlap(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+def find_overlap(
+    tensors: Sequence[torch.Tensor], extents: Sequence[int] | None = None
+) -> tuple[int, int] | None:
     """The positions of two tensors that share some of their memory, but are not the same view of
     it; None if there are none.
+
+    Args:
+        extents: the :func:`extent` of each, where it is known.
 
     >>> w = torch.zeros(4, 6)
     >>> find_overlap([w[:, :2], w[:, 2:], w[:, :2]]), find_overlap([w[:2], w[2:], w[:, 5]])
     (None, (0, 2))
     """
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    if are_disjoint(addresses, extents or map(extent, tensors)):
+        return None
     places: dict[object, Place] = {}
-    for at, tensor in enumerate(tensors):
+    for at, (tensor, start) in enumerate(zip(tensors, addresses, strict=True)):
         if tensor.numel():
-            place = _place(at, tensor)
+            place = _place(at, start, tensor)
             places.setdefault(place.view, place)
     found = _find([*places.values()])
     return None if found is None else (min(found), max(found))
 
 
-def _place(at: int, tensor: torch.Tensor) -> Place:
-    start, itemsize = tensor.data_ptr(), tensor.element_size()
+def _place(at: int, start: int, tensor: torch.Tensor) -> Place:
+    itemsize = tensor.element_size()
     if tensor.is_contiguous():
         return Place(at, start, tensor.nbytes, (), (start, tensor.numel(), tensor.dtype))
     width = itemsize
