@@ -341,7 +341,7 @@ async def test_destinations_that_change_between_the_check_and_the_copy(
         entry = msgspec.structs.replace(entry, grant=m.Grant(0, 0, SIZE - entry.nbytes))
         target = resolve(0, 0, "k", entry, into, cast=True)
         change(into)
-        (batch,) = get_batches([target], Results())
+        (batch,) = get_batches([target], Results(allow_pickle=True))
         await executor.by_link(made, batch)
         return into
 

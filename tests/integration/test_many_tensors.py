@@ -292,7 +292,7 @@ async def test_destinations_that_change_between_the_check_and_the_copy(
     whole = [one for one in plain_targets(keys, entries, range(9), into, [None] * 9) if one]
     assert len(whole) == 9
     do(into[3])
-    (batch,) = get_batches([], Results(), whole)
+    (batch,) = get_batches([], Results(allow_pickle=True), whole)
     if error:
         with pytest.raises(ts.UnsupportedValueError, match=error):
             await executor.by_link(made, batch)

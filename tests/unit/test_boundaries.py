@@ -224,7 +224,7 @@ MAY_ASK_FOR_ADDRESSES = {
     *("address_of", "check_destination"),
     *("rows_of", "_copy_bytes"),
     *("address", "inline_bytes", "moves", "memory"),
-    *("find", "are_apart", "memory_key", "__init__", "from_bytes"),
+    *("find", "find_overlap", "are_apart", "memory_key", "__init__", "from_bytes"),
 }
 
 

@@ -351,3 +351,33 @@ async def test_an_entry_may_be_a_slice_of_the_readers_choice(shared, rows):
     wrong = ts.TensorShard(torch.zeros(2, 70), ts.TensorSlice((1, 5), (2, 70), (rows, COLUMNS + 1)))
     with pytest.raises(ts.LayoutMismatchError, match=r"1 mismatched.*'w'"):
         await ts.get_state_dict("k", {"w": wrong, "in": {"w": None}})
+
+
+@pytest.mark.parametrize("count", [2, 6, 40])
+async def test_entries_whose_destinations_overlap_are_refused_however_strict(shared, count):
+    stored = {f"{at}": torch.full((300, COLUMNS), float(at)) for at in range(count)}
+    await ts.put_state_dict(stored, "k")
+    memory = torch.full((600, COLUMNS), -1.0)
+    mine = {name: torch.full((300, COLUMNS), -1.0) for name in stored}
+    mine |= {"0": memory[:300], "1": memory[299:-1]}
+    for strict in (True, False):
+        with pytest.raises(ts.LayoutMismatchError, match="'0' and '1' overlap in memory"):
+            await ts.get_state_dict("k", mine, strict=strict)
+        assert all((t == -1).all() for t in [memory, *mine.values()])
+    mine["1"] = memory[300:]
+    assert_same(await ts.get_state_dict("k", mine), stored)
+
+
+async def test_a_whole_and_its_parts_are_destinations_if_only_either_is_stored(shared):
+    """A model with a fused weight reads what was put of it, fused or not."""
+    whole = torch.randn(6, COLUMNS)
+    mine = torch.zeros(6, COLUMNS)
+    destinations = {"qkv": mine, "q": mine[:2], "k": mine[2:4], "v": mine[4:]}
+    for stored in ({"qkv": whole}, {"q": whole[:2], "k": whole[2:4], "v": whole[4:]}):
+        mine.zero_()
+        await ts.put_state_dict(stored, "k")
+        await ts.get_state_dict("k", destinations, strict=False)
+        assert torch.equal(mine, whole)
+    await ts.put_state_dict(destinations, "k")
+    with pytest.raises(ts.LayoutMismatchError, match=r"'[qk]' and 'qkv' overlap"):
+        await ts.get_state_dict("k", destinations)

@@ -110,3 +110,38 @@ async def test_bools_are_bools(shared, k, wrong):
             await call()
     assert not mine["w"].any()
     assert (await ts.stat(k)).version == 1
+
+
+async def test_an_optimizer_without_state_is_not_filled_and_the_error_says_how(shared):
+    """Its state dict has an empty dict as its state, and no memory for what is stored of it."""
+    weight = torch.nn.Parameter(torch.randn(300, 300))
+    trained = torch.optim.AdamW([weight], lr=0.5)
+    weight.grad = torch.randn(300, 300)
+    trained.step()
+    await ts.put_state_dict(trained.state_dict(), "optimizer")
+    fresh = torch.optim.AdamW([torch.nn.Parameter(weight.detach().clone())], lr=0.1)
+    for destination in (fresh.state_dict(), fresh.state_dict() | {"state": None}):
+        with pytest.raises(ts.LayoutMismatchError) as caught:
+            await ts.get_state_dict("optimizer", destination)
+        assert caught.value.details["missing"] == ["state"]
+        text = str(caught.value)
+        assert f"'state' is {destination['state']!r} in the destination" in text
+        assert "3 entries stored in it" in text
+        assert "optimizer.load_state_dict(await get_state_dict(key))" in text
+
+    # Both ways that it names:
+    fresh.load_state_dict(await ts.get_state_dict("optimizer"))
+    assert_same(fresh.state_dict(), trained.state_dict())
+    other = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(300, 300))], lr=0.1)
+    other.param_groups[0]["params"][0].grad = torch.zeros(300, 300)
+    other.step()
+    other.load_state_dict(await ts.get_state_dict("optimizer", other.state_dict()))
+    assert_same(other.state_dict(), trained.state_dict())
+
+
+async def test_nothing_is_hinted_about_other_containers(shared):
+    await ts.put_state_dict({"state": {"w": torch.ones(2)}, "state2": {"w": torch.ones(2)}}, "k")
+    for wrong in ({"other": {}}, {"state": 3}, {"stat": None}):
+        with pytest.raises(ts.LayoutMismatchError) as caught:
+            await ts.get_state_dict("k", wrong)
+        assert "no memory to fill" not in str(caught.value)

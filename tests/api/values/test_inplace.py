@@ -207,3 +207,61 @@ async def test_a_refused_get_leases_nothing(shared):
     # The release travels on the connection that the question travels on.
     assert (await ts.status()).volumes[0].leased_bytes == 0
     assert (await ts.stat("t")).leases == 0
+
+
+# ---- several destinations of one get ------------------------------------------------------
+
+# Fewer than 4 values, fewer than 32 and more than these are handled in different ways.
+MANY = pytest.mark.parametrize("count", [2, 6, 40])
+
+
+@SIZES
+@MANY
+async def test_destinations_that_overlap_are_refused_before_anything_is_written(
+    shared, count, rows
+):
+    values = {f"{at}": torch.full((rows, COLUMNS), float(at)) for at in range(count)}
+    await ts.put_batch(values)
+    memory = torch.full((3 * rows, COLUMNS), -1.0)
+    apart = {name: torch.full((rows, COLUMNS), -1.0) for name in values}
+    wide = torch.full((rows, 2 * COLUMNS), -1.0)
+    for pair in [
+        (memory[:rows], memory[rows - 1 : 2 * rows - 1]),
+        (memory[: 2 * rows : 2], memory[2 : 2 * rows + 2 : 2]),
+        (wide[:, :COLUMNS], wide[:, COLUMNS - 1 : -1]),
+        (wide[:, ::2], wide[:, :COLUMNS]),
+    ]:
+        destinations = apart | {"0": pair[0], "1": pair[1]}
+        with pytest.raises(ts.LayoutMismatchError, match="'0' and '1' overlap in memory") as caught:
+            await ts.get_batch(destinations)
+        assert caught.value.details == {"overlapping": ["0", "1"]}
+        assert all((t == -1).all() for t in [memory, wide, *apart.values()])
+
+
+@SIZES
+@MANY
+async def test_destinations_side_by_side_or_interleaved_are_filled(shared, count, rows):
+    values = {f"{at}": torch.full((rows, COLUMNS), float(at)) for at in range(count)}
+    await ts.put_batch(values)
+    whole = torch.empty(count * rows, COLUMNS)
+    for parts in [
+        whole.chunk(count),
+        [whole[at::count] for at in range(count)],
+        torch.empty(rows, count * COLUMNS).chunk(count, 1),
+        torch.empty(rows, COLUMNS, count).unbind(2),
+    ]:
+        await ts.get_batch(dict(zip(values, parts, strict=True)))
+        for part, value in zip(parts, values.values(), strict=True):
+            assert torch.equal(part, value)
+
+
+@MANY
+async def test_the_same_tensor_may_be_the_destination_of_several_equal_values(shared, count):
+    value = torch.randn(300, COLUMNS)
+    await ts.put_batch({f"{at}": value for at in range(count)})
+    mine = torch.empty(300, COLUMNS)
+    parameter = torch.nn.Parameter(mine)
+    got = await ts.get_batch({f"{at}": [mine, parameter][at % 2] for at in range(count)})
+    assert torch.equal(mine, value)
+    assert got["0"] is mine
+    assert got["1"] is parameter

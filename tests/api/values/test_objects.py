@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from tests.processes import run_script
-from tests.support import running_store
+from tests.support import running_store, until
 
 import torchstore_core as ts
 
@@ -238,6 +238,39 @@ async def test_large_arrays_beside_tensors(shared):
     got = await ts.get("o")
     assert np.array_equal(got["observations"], rollout["observations"])
     assert torch.equal(got["logits"], rollout["logits"])
+
+
+@pytest.mark.parametrize("count", [1, 5, 40])
+async def test_objects_in_pieces_arrive_whole(shared, count):
+    """Their buffers are copied from where they lie, several values in one put."""
+    values = {
+        f"{at}": {
+            "bytes": bytes([at]) * 300_000,
+            "array": np.full(70_000, at),
+            "text": chr(192 + at) * 90_000,
+            "plain": Plain(bytearray([at]) * 200_000),
+        }
+        for at in range(count)
+    }
+    await ts.put_batch(values)
+    got = await ts.get_batch(list(values))
+    for name, value in values.items():
+        assert np.array_equal(got[name].pop("array"), value.pop("array"))
+        assert same(got[name], value)
+
+
+async def test_an_object_does_not_keep_its_lease(shared):
+    """It is read where it is stored, and nothing of it is left there."""
+    await ts.put("o", {"large": BLOB, "array": np.ones(200_000)})
+    got = await ts.get("o")
+    await until(_nothing_leased)
+    await ts.put("o", 1)
+    assert got["large"] == BLOB
+    assert (got["array"] == 1).all()
+
+
+async def _nothing_leased() -> bool:
+    return not any(volume.leased_bytes for volume in (await ts.status()).volumes)
 
 
 class Bomb:

@@ -202,6 +202,42 @@ async def test_refused_by_name(shared, name):
     assert await ts.keys() == []
 
 
+async def test_a_fake_tensor_inside_of_an_object_is_refused_as_that(shared):
+    for value in ({"a": _fake()}, [1, torch.nn.Parameter(_fake())]):
+        with pytest.raises(ts.UnsupportedValueError, match=r"^'r': a FakeTensor .*no data"):
+            await ts.put("r", value)
+    with pytest.raises(ts.UnsupportedValueError, match=r"'a': a FakeTensor .*no data"):
+        await ts.put_state_dict({"a": _fake()}, "r")
+    assert await ts.keys() == []
+
+
+async def test_nothing_is_moved_inside_of_a_fake_tensor_mode(shared):
+    """What torch does to the tensors there does not happen, and new ones have no memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    real, large = torch.ones(3), torch.ones(300, 300)
+    await ts.put_batch({"real": real, "large": large})
+    await ts.put_state_dict({"w": large}, "state")
+    for mode in (FakeTensorMode(), FakeTensorMode(allow_non_fake_inputs=True)):
+        with mode:
+            for call in [
+                lambda: ts.put("r", real),
+                lambda: ts.put("r", torch.nn.Parameter(torch.empty(3))),
+                lambda: ts.put_batch({"r": large}),
+                lambda: ts.put_object(large),
+                lambda: ts.put_state_dict({"w": real}, "r", transfer_dtype=torch.bfloat16),
+                lambda: ts.get("large"),
+                lambda: ts.get("real", torch.empty(3)),
+                lambda: ts.get_batch(["real", "large"]),
+                lambda: ts.get_state_dict("state"),
+            ]:
+                with pytest.raises(ts.UnsupportedValueError, match="inside of a FakeTensorMode"):
+                    await call()
+            assert await ts.exists("large")
+    assert torch.equal(await ts.get("large"), large)
+    assert not await ts.exists("r")
+
+
 @pytest.mark.parametrize("count", [1, 5])
 @pytest.mark.parametrize(
     "expanded",

@@ -143,7 +143,7 @@ async def test_get(volume: Volume, first: type[Plain], second: type[Plain]) -> N
     want(zeros(700, 64)[:, 1:9], 12 * MB, (700, 64), (0, 5), (700, 8))
     for at in range(4):
         want(zeros(MB), (16 + at) * MB, (MB,))
-    (batch,) = get_batches(targets, Results())
+    (batch,) = get_batches(targets, Results(allow_pickle=True))
     moved = 0
     for kind, copies in ((first, 30), (second, 3 if first is Windowed else 300)):
         moved += await volume.fails(kind, batch, _fail_after(kind, copies))
@@ -176,7 +176,7 @@ class Mapped(Windowed):
 async def test_what_was_mapped_stays_mapped(volume: Volume) -> None:
     volume.memory.copy_(_fill(SIZE))
     Mapped.fd, Mapped.maps = volume.fd, 0
-    results = Results()
+    results = Results(allow_pickle=True)
     targets = []
     for at in range(4):
         grant = m.Grant(0, 0, at * MB)
@@ -207,7 +207,7 @@ async def test_memory_that_was_freed_in_between_is_refused(volume: Volume) -> No
         grant = m.Grant(0, 0, at * MB)
         entry = m.Entry(1, TensorMeta("uint8", shape), into.numel(), grant=grant)
         targets.append(resolve(at, at, f"k{at}", entry, into))
-    (batch,) = get_batches(targets, Results())
+    (batch,) = get_batches(targets, Results(allow_pickle=True))
     await volume.fails(Plain, batch, 2)
     wide.untyped_storage().resize_(0)
     with pytest.raises(UnsupportedValueError, match="freed or shrunk"):

@@ -72,7 +72,7 @@ def _get_into(tensors: Sequence[torch.Tensor]) -> Batch:
         meta = TensorMeta("uint8", tuple(into.shape))
         entry = m.Entry(1, meta, into.nbytes, grant=m.Grant(0, 0, at * EACH))
         targets.append(resolve(at, at, f"k{at}", entry, into))
-    (batch,) = get_batches(targets, Results())
+    (batch,) = get_batches(targets, Results(allow_pickle=True))
     return batch
 
 

@@ -15,7 +15,8 @@ block, and ``put_state_dict(..., blocking=False)`` returns a :class:`PendingPut`
 
 Each thread has an event loop of its own, which runs while a call of that thread waits, so that no
 call is handed to another thread. Any number of threads may make calls at once, also after a fork.
-``KeyboardInterrupt`` cancels the operation under way, like cancelling an ``await``.
+``KeyboardInterrupt`` cancels the operation under way, like cancelling an ``await``. In a function
+that is compiled (``torch.compile``), a call breaks the graph.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ import functools
 from collections.abc import Callable, Coroutine
 from concurrent import futures
 from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
 
 import torchstore_core
 from torchstore_core import api, errors, values
@@ -82,9 +85,22 @@ T = TypeVar("T")
 # ---- the calls ------------------------------------------------------------------------------
 
 
+def _uncompiled(run: Callable[P, T]) -> Callable[P, T]:
+    """Keep Dynamo out of a function and out of all that it calls: in a compiled function, a call of
+    it breaks the graph. ``torch.compiler.disable`` does the same, but has to import Dynamo.
+    """
+    run._torchdynamo_disable = True  # type: ignore[attr-defined]
+    frames: Any = torch._C._dynamo.eval_frame
+    if hasattr(frames, "_FrameExecStrategy"):  # since torch 2.7
+        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        frames.set_code_exec_strategy(run.__code__, skip)
+    return run
+
+
 def _blocking(call: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
     """Return a blocking version of an async function."""
 
+    @_uncompiled
     @functools.wraps(call)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         return thread_loops.run(call(*args, **kwargs), call.__name__)
@@ -96,6 +112,7 @@ def _blocking(call: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
 def _opening(call: Callable[P, Coroutine[Any, Any, async_client.Client]]) -> Callable[P, Client]:
     """Return a blocking version of an async function that returns a client."""
 
+    @_uncompiled
     @functools.wraps(call)
     def run(*args: P.args, **kwargs: P.kwargs) -> Client:
         return Client(thread_loops.run(call(*args, **kwargs), call.__name__))
@@ -109,6 +126,7 @@ def _putting(
 ) -> Callable[P, ObjectRef | PendingPut]:
     """Return a blocking version of the function ``put_state_dict``."""
 
+    @_uncompiled
     @functools.wraps(call)
     def run(*args: P.args, **kwargs: P.kwargs) -> ObjectRef | PendingPut:
         thread_loops.may_block(call.__name__)
@@ -124,6 +142,7 @@ def _method(
 ) -> Callable[Concatenate[Client, P], T]:
     """Return a blocking version of an async method of the client."""
 
+    @_uncompiled
     @functools.wraps(call)
     def run(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return thread_loops.run(call(self._client, *args, **kwargs), call.__name__)
@@ -140,6 +159,7 @@ def _putting_method(
 ) -> Callable[Concatenate[Client, P], ObjectRef | PendingPut]:
     """Return a blocking version of the method ``put_state_dict``."""
 
+    @_uncompiled
     @functools.wraps(call)
     def run(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> ObjectRef | PendingPut:
         thread_loops.may_block(call.__name__)
@@ -166,6 +186,7 @@ class PendingPut:
         """Return whether the commit has ended, successfully or not."""
         return self._ref.done()
 
+    @_uncompiled
     def result(self, timeout: float | None = None) -> ObjectRef:
         """Wait for the commit, and return the version that was put.
 

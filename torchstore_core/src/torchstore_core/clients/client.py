@@ -40,6 +40,7 @@ from torchstore_core.clients.transfer.puts import PutOptions, Putting, put_sourc
 from torchstore_core.clients.transfer.sources import Source, look_again, prepare, prepare_all
 from torchstore_core.clients.values.differences import StateDictReport
 from torchstore_core.clients.values.sharding import TensorShard
+from torchstore_core.clients.values.tensors import check_no_fake_mode
 from torchstore_core.contracts.when_full import when_full_code
 from torchstore_core.errors import ConfigurationError, UnsupportedValueError, VersionGoneError
 from torchstore_core.values import ObjectRef, Request, StateDictMeta, TensorSlice
@@ -173,7 +174,7 @@ class Client(VolumeOperations):
                     "an object without a key is there as long as it is referred to, so it is not "
                     'evicted: when_full is "pinned" or "spillable"'
                 )
-            pickle_too = self._pickles(allow_pickle)
+            pickle_too = self._moves_values(allow_pickle)
             if isinstance(value, TorchStoreStateDict):
                 raise UnsupportedValueError(
                     "a packed state dict needs a key: put it with one, and hold that"
@@ -235,7 +236,7 @@ class Client(VolumeOperations):
         when_full: str | None,
     ) -> list[ObjectRef]:
         """Put values under these keys; returns their refs, in order."""
-        pickle_too = self._pickles(allow_pickle)
+        pickle_too = self._moves_values(allow_pickle)
         clock.version = exact = check_version(version, rewind=rewind)
         code = 0 if when_full is None else when_full_code(when_full)
         sources: Sequence[Source] | TensorColumns | None = None
@@ -334,6 +335,8 @@ class Client(VolumeOperations):
         Raises:
             KeyNotFoundError: ``details["missing"]`` lists all missing keys.
             ConfigurationError: a key is requested twice, at different versions or slices.
+            LayoutMismatchError: also if two destinations overlap in memory; they may be the very
+                same tensor.
             Everything that ``get`` raises.
         """
         with self._watch("get_batch", timeout) as clock:
@@ -358,10 +361,15 @@ class Client(VolumeOperations):
                 return dict(zip(map(_label, asked), values, strict=True))
             return {want.key: value for want, value in zip(wants, values, strict=True)}
 
+    def _moves_values(self, allow_pickle: bool | None) -> bool:
+        """Check that values can be moved here. Returns whether they may be pickled."""
+        check_no_fake_mode()
+        return self._pickles(allow_pickle)
+
     async def _get(
         self, wants: Sequence[ValueRequest] | Named, clock: Clock, allow_pickle: bool | None
     ) -> Sequence[Any]:
-        pickle_too = self._pickles(allow_pickle)
+        pickle_too = self._moves_values(allow_pickle)
         values: list[Any] = []
         dicts: list[tuple[int, int, StateDictMeta]] = []
         into_own = False
@@ -515,7 +523,7 @@ class Client(VolumeOperations):
         clock.version = exact = check_version(version, rewind=rewind)
         code = when_full_code(when_full)
         session, channel = self._here(clock) or await self._join(clock)
-        pickle_too = self._pickles(allow_pickle)
+        pickle_too = self._moves_values(allow_pickle)
         sources, group = plan_put(
             state_dict,
             key,
@@ -563,9 +571,10 @@ class Client(VolumeOperations):
             VersionGoneError: that version is no longer kept, or the wait would be in vain, as in
                 ``wait``.
             StoreTimeoutError: the version did not appear in time.
-            LayoutMismatchError: names all entries that are missing, unexpected or mismatched.
+            LayoutMismatchError: names all entries that are missing, unexpected or mismatched, or
+                two whose destinations overlap in memory and are not the same.
         """
-        pickle_too = self._pickles(allow_pickle)
+        pickle_too = self._moves_values(allow_pickle)
         with self._watch("get_state_dict", timeout, key) as clock:
             clock.version = exact = check_version(version)
             check_min_version(min_version)

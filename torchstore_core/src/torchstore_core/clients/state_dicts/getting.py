@@ -15,7 +15,13 @@ from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.state_dicts.ties import PLAIN, Ties, are_apart
 from torchstore_core.clients.transfer.columns.gets import Named, entries_of, names_and_tensors
 from torchstore_core.clients.transfer.gets import Leasing, ValueRequest, asks_of
-from torchstore_core.clients.transfer.targets import Plain, Target, plain_targets, resolve
+from torchstore_core.clients.transfer.targets import (
+    Plain,
+    Target,
+    check_apart,
+    plain_targets,
+    resolve,
+)
 from torchstore_core.clients.values import nesting
 from torchstore_core.clients.values.differences import StateDictReport, mismatch_error
 from torchstore_core.clients.values.nesting import Leaf
@@ -195,7 +201,9 @@ async def _fetch(
         found = how.report if how.report is not None else StateDictReport()
         targets, whole = _matching(wanted, reply, starts, found, cast=how.cast)
         if found and how.strict:
-            raise mismatch_error(f"{key!r} version {reply.version}", found, key)
+            what = f"{key!r} version {reply.version}"
+            raise mismatch_error(what, found, key, hint=_hint(wanted, found))
+        check_apart(targets, whole)
         if found:
             log.warning("%r version %d: %s", key, reply.version, found)
     values = await leasing.read(targets, how.allow_pickle, whole)
@@ -348,6 +356,25 @@ def _matching(
             targets.append(target)
     report.missing = [leaves[at].name for at, memory in missing.items() if memory not in filled]
     return targets, whole
+
+
+def _hint(wanted: Wanted, report: StateDictReport) -> str:
+    """What to do if a container to fill has no entries yet, as in a new optimizer; empty if there
+    is no such container.
+    """
+    missing = set(report.missing)
+    for leaf in wanted.leaves:
+        if leaf.name in missing and (leaf.value is None or nesting.is_empty(leaf.value)):
+            inside = [name for name in report.unexpected if name.startswith(f"{leaf.name}.")]
+            if inside:
+                return (
+                    f"{leaf.name!r} is {leaf.value!r} in the destination, which has no memory "
+                    f"for the {len(inside)} entries stored in it. Get new tensors, without a "
+                    "destination, and load these, as in `optimizer.load_state_dict(await "
+                    "get_state_dict(key))`; or create the state first, as a step of the optimizer "
+                    "does"
+                )
+    return ""
 
 
 def _check_kind(leaf: Leaf, ask: ValueRequest, entry: m.Entry) -> None:

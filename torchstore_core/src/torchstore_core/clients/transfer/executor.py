@@ -21,6 +21,7 @@ from torchstore_core.clients.session.volume_links import VolumeLinks
 from torchstore_core.clients.transfer import mapping, staging
 from torchstore_core.clients.transfer.moves import Batch, GetBatch
 from torchstore_core.clients.transfer.windows import by_window as _by_window
+from torchstore_core.clients.transfer.windows import decode_objects
 from torchstore_core.contracts.transport import Link
 from torchstore_core.errors import (
     StoreClosedError,
@@ -215,6 +216,8 @@ async def by_link(link: Link, batch: Batch, room: int | None = None) -> Sequence
         if not batch.jobs and not batch.plain:
             return mapped
     if has_window(link):
+        if isinstance(batch, GetBatch) and batch.prepared is None:
+            decode_objects(link, batch)
         await _by_window(link, batch)
     else:
         await staging.by_copies(link, batch, room)

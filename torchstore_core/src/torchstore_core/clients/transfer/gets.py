@@ -22,6 +22,7 @@ from torchstore_core.clients.transfer.targets import (
     Plain,
     Results,
     Target,
+    check_apart,
     plain_targets,
     resolve,
     were_written,
@@ -199,10 +200,13 @@ def _targets(
         leasing.check(entries)
     if len(asks) < MANY:
         found = zip(asks, entries, starts, strict=True)
-        return [
+        targets = [
             resolve(at, start, ask.key, entry, ask.tensor, ask.part)
             for at, (ask, entry, start) in enumerate(found)
-        ], []
+        ]
+        if len(targets) > 1:
+            check_apart(targets, ())
+        return targets, []
     plain = plain_targets(
         [ask.key for ask in asks],
         entries,
@@ -215,7 +219,9 @@ def _targets(
         for at, ask in enumerate(asks)
         if plain[at] is None
     ]
-    return targets, [one for one in plain if one is not None]
+    whole = [one for one in plain if one is not None]
+    check_apart(targets, whole)
+    return targets, whole
 
 
 async def _timelines(
@@ -297,7 +303,7 @@ class Leasing:
         their part of the lease until their tensors are garbage-collected.
         """
         measured = self._clock.measured
-        results = Results()
+        results = Results(allow_pickle=allow_pickle)
         if self._leased:
             batches = get_batches(targets, results, plain)
             results.waited = True
@@ -313,7 +319,7 @@ class Leasing:
             measured.moved(sum([p.nbytes for p in pieces if p.grant is None]), "inline")
         if plain:
             results.filled(plain)
-        values = results.finish(targets, allow_pickle=allow_pickle)
+        values = results.finish(targets)
         self._clock.phase("copy")
         return values
 

@@ -162,12 +162,11 @@ class PutBatch(Batch):
             if room is not None and not 0 <= offset <= room - nbytes:
                 raise TransportError(f"{source.key!r} would lie outside segment {self.segment}")
             tensor = source.tensor
-            if tensor is not None:
-                self._memory.append(tensor.untyped_storage())
-            address = source.address()
             if tensor is None:
-                yield [(address, offset, nbytes)]
+                yield source.runs(offset)
                 continue
+            self._memory.append(tensor.untyped_storage())
+            address = source.address(tensor)
             if source.cast is None and tensor.is_cpu:
                 if tensor.is_contiguous():
                     yield [(address, offset, nbytes)]

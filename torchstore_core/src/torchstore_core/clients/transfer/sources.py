@@ -11,7 +11,8 @@ import torch
 
 from torchstore_core.clients.calls.arguments import check_key
 from torchstore_core.clients.session.held_ref import Lent, lending
-from torchstore_core.clients.values.codec import NoValue, encode_object
+from torchstore_core.clients.values.codec import NoValue, encode_pieces
+from torchstore_core.clients.values.pieces import Pieces
 from torchstore_core.clients.values.plain import MANY, look
 from torchstore_core.clients.values.sharding import LocalPart, is_sharded, local_parts
 from torchstore_core.clients.values.tensors import (
@@ -24,6 +25,7 @@ from torchstore_core.clients.values.tensors import (
     storable,
 )
 from torchstore_core.errors import UnsupportedValueError
+from torchstore_core.machine.copying import Run
 from torchstore_core.values import TensorMeta, TensorSlice, ValueMeta
 from torchstore_core.wire import messages as m
 
@@ -42,7 +44,7 @@ class Source(msgspec.Struct, frozen=True, gc=False):
     meta: ValueMeta
     nbytes: int
     tensor: torch.Tensor | None
-    data: bytes | None
+    data: bytes | Pieces | None
     part: TensorSlice | None = None
     path: bytes = b""
     same_as: int = -1
@@ -54,15 +56,18 @@ class Source(msgspec.Struct, frozen=True, gc=False):
         """The description that is sent to the server."""
         return m.PutItem(self.key, self.meta, self.nbytes, data, self.part, self.path, self.same_as)
 
-    def address(self) -> int:
-        """The address of the first byte, if the value has not changed since it was inspected.
+    def runs(self, offset: int) -> list[Run]:
+        """The contiguous runs of an object's bytes, if the first of them goes to ``offset``."""
+        data = self.data or b""
+        return data.runs(offset) if isinstance(data, Pieces) else Pieces([data]).runs(offset)
+
+    def address(self, tensor: torch.Tensor) -> int:
+        """The address of the first byte of the tensor, if it has not changed since it was
+        inspected.
 
         Raises:
             UnsupportedValueError: the tensor was resized, or its storage freed.
         """
-        tensor = self.tensor
-        if tensor is None:
-            return ctypes.cast(ctypes.c_char_p(self.data), ctypes.c_void_p).value or 0
         address = address_of(self.key, tensor)
         nbytes = tensor.nbytes if self.cast is None else tensor.numel() * self.cast.itemsize
         if nbytes != self.nbytes:
@@ -100,7 +105,7 @@ def prepare(
         return [Source(key, meta, nbytes, tensor, None, cast=dtype)]
     if isinstance(value, NoValue):
         raise UnsupportedValueError(f"{key!r}: {value._refusal}", key=key)
-    (codec, data), lent = lending(lambda: encode_object(key, value, allow_pickle=allow_pickle))
+    (codec, data), lent = lending(lambda: encode_pieces(key, value, allow_pickle=allow_pickle))
     return [Source(key, codec, len(data), None, data, lent=lent)]
 
 
@@ -160,7 +165,7 @@ def inline_bytes(source: Source) -> bytes:
     yielded to the event loop; see :func:`look_again`.
     """
     if source.data is not None:
-        return source.data
+        return source.data if isinstance(source.data, bytes) else source.data.joined()
     tensor = source.tensor
     if tensor is None or source.nbytes == 0:
         return b""
@@ -186,4 +191,4 @@ def look_again(sources: Iterable[Source]) -> None:
     """
     for source in sources:
         if source.tensor is not None:
-            source.address()
+            source.address(source.tensor)

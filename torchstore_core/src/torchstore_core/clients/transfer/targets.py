@@ -12,6 +12,7 @@ import torch
 
 from torchstore_core import boxes
 from torchstore_core.boxes import Box
+from torchstore_core.clients.values import overlaps
 from torchstore_core.clients.values.codec import decode_object
 from torchstore_core.clients.values.plain import look
 from torchstore_core.clients.values.tensors import (
@@ -233,6 +234,35 @@ def resolve(
     return Target(at, key, None, dtype, shape, destination, pieces, nbytes)
 
 
+def check_apart(targets: Iterable[Target], plain: Iterable[Plain]) -> None:
+    """Check that no two destinations share a part of their memory, as both would be written at
+    once. Tied weights, the same view given twice, may stand for values that are the same.
+
+    Raises:
+        LayoutMismatchError: names two of them.
+    """
+    whole = [(one.key, one.tensor, one.entry.nbytes) for one in plain if one.tensor is not None]
+    others = [
+        (target.key, target.tensor, overlaps.extent(target.tensor))
+        for target in targets
+        if target.tensor is not None and target.nbytes
+    ]
+    into = [*whole, *others]
+    if len(into) < 2:
+        return
+    keys, tensors, extents = zip(*into, strict=True)
+    found = overlaps.find_overlap(tensors, extents)
+    if found is not None:
+        both = sorted([keys[at] for at in found])
+        raise LayoutMismatchError(
+            f"the destinations of {both[0]!r} and {both[1]!r} overlap in memory, and each would "
+            "overwrite a part of the other; give each of them memory of its own (the very same "
+            "tensor may be given for both); nothing was written",
+            key=both[0],
+            details={"overlapping": both},
+        )
+
+
 def _gather(
     position: int, key: str, parts: Sequence[m.Part], target: Box, itemsize: int
 ) -> Iterator[TargetPiece]:
@@ -280,8 +310,10 @@ def _cuts(target: Box, sources: tuple[Box, ...]) -> tuple[list[Cut], int]:
 class Results:
     """The values of the targets. Each is created when its first byte is about to be moved."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, allow_pickle: bool) -> None:
         self.values: dict[int, Any] = {}  # by the position of the target
+        self._allow_pickle = allow_pickle
+        self._decoded: set[int] = set()  # the positions of objects
         self.waited = False  # whether other tasks may have run since the targets were checked
         self._buffers: dict[int, bytearray] = {}  # the bytes of objects
 
@@ -333,7 +365,16 @@ class Results:
         self.values.update(zip(places, tensors, strict=True))  # no pair stays: nothing to collect
         were_written(tensors)
 
-    def finish(self, targets: Iterable[Target], *, allow_pickle: bool) -> dict[int, Any]:
+    def decode(
+        self, target: Target, codec: ObjectMeta, data: bytes | bytearray | memoryview
+    ) -> None:
+        """Decode an object from its bytes, which are not needed after that."""
+        self.values[target.at] = decode_object(
+            target.key, codec, data, allow_pickle=self._allow_pickle
+        )
+        self._decoded.add(target.at)
+
+    def finish(self, targets: Iterable[Target]) -> dict[int, Any]:
         """All values, once everything has been moved: adds the bytes that the reply contained, and
         decodes objects.
         """
@@ -341,10 +382,10 @@ class Results:
             if target.codec is None:
                 self._complete(target)
                 continue
+            if target.at in self._decoded:
+                continue
             data = self._buffers.get(target.at, target.pieces[0].data or b"")
-            self.values[target.at] = decode_object(
-                target.key, target.codec, data, allow_pickle=allow_pickle
-            )
+            self.decode(target, target.codec, data)
         return self.values
 
     def _complete(self, target: Target) -> None:

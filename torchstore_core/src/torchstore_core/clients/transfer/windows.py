@@ -6,6 +6,7 @@ tensors on a device are copied on its side stream. What is left when a link fail
 
 from __future__ import annotations
 
+import ctypes
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -15,9 +16,18 @@ import torch
 
 from torchstore_core.clients.session.link_errors import link_errors
 from torchstore_core.clients.transfer import cuda
-from torchstore_core.clients.transfer.moves import Batch, Columns, Move, Rows, Run, TensorMove
+from torchstore_core.clients.transfer.moves import (
+    Batch,
+    Columns,
+    GetBatch,
+    Job,
+    Move,
+    Rows,
+    Run,
+    TensorMove,
+)
 from torchstore_core.clients.transfer.staging import CopyPlan, adapt, planned, unpack
-from torchstore_core.clients.transfer.targets import narrow
+from torchstore_core.clients.transfer.targets import MAP_MIN, narrow
 from torchstore_core.clients.values.tensors import (
     byte_like,
     split_rows,
@@ -92,6 +102,26 @@ async def by_window(link: SupportsWindow, batch: Batch) -> None:
     if plan is not None:
         await unpack(plan, batch)
         batch.prepared = None
+
+
+def decode_objects(link: SupportsWindow, batch: GetBatch) -> None:
+    """Decode the large objects of a batch where they are stored, which saves a copy of their bytes;
+    what remains of the batch is to be moved. The link must be in use.
+    """
+    left: list[Job] = []
+    for target, piece in batch.jobs:
+        codec, grant, nbytes = target.codec, piece.grant, piece.nbytes
+        if codec is None or grant is None or nbytes < MAP_MIN:
+            left.append((target, piece))
+            continue
+        window = _window(link, batch)
+        if not 0 <= grant.offset <= window.nbytes - nbytes:
+            raise TransportError(f"{target.key!r} lies outside segment {batch.segment}")
+        with link_errors():
+            link.prepare(batch.segment, grant.offset, nbytes, fresh=False)
+        memory = (ctypes.c_char * nbytes).from_address(window.address + grant.offset)
+        batch.results.decode(target, codec, memoryview(memory))
+    batch.jobs = left
 
 
 def _moves(plan: CopyPlan) -> Iterator[Move]:

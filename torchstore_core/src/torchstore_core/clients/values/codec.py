@@ -23,14 +23,17 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import struct
 import sys
 import threading
+from collections.abc import Sequence
 from functools import cache
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
+from torchstore_core.clients.values.pieces import LARGE, Pieces
 from torchstore_core.errors import OutOfMemoryError, UnsafeObjectError, UnsupportedValueError
 from torchstore_core.values import ObjectMeta
 
@@ -65,7 +68,14 @@ class _NotExactError(Exception):
 
 
 def encode_object(key: str, value: Any, *, allow_pickle: bool) -> tuple[ObjectMeta, bytes]:
-    """Encode ``value``. Returns how it is encoded, and the bytes.
+    """:func:`encode_pieces`, with the bytes in one piece."""
+    meta, data = encode_pieces(key, value, allow_pickle=allow_pickle)
+    return meta, data if isinstance(data, bytes) else data.joined()
+
+
+def encode_pieces(key: str, value: Any, *, allow_pickle: bool) -> tuple[ObjectMeta, bytes | Pieces]:
+    """Encode ``value``. Returns how it is encoded, and the bytes, in which large buffers are those
+    of the value itself: it must not change before they have been copied.
 
     Raises:
         UnsafeObjectError: the value needs pickle, which is not allowed.
@@ -73,7 +83,9 @@ def encode_object(key: str, value: Any, *, allow_pickle: bool) -> tuple[ObjectMe
         MemoryError: this process has no memory for the bytes.
     """
     try:
-        return ObjectMeta(MSGPACK), _encode(_to_wire(value, set(), {}, 0))
+        known = _Known()
+        packed = _encode(_to_wire(value, set(), known, 0))
+        return ObjectMeta(MSGPACK), known.spliced(packed) if known.large else packed
     except (_NotExactError, UnicodeEncodeError, msgspec.EncodeError):
         # The last of them: msgpack cannot take 4 GiB in one piece.
         if not allow_pickle:
@@ -85,14 +97,14 @@ def encode_object(key: str, value: Any, *, allow_pickle: bool) -> tuple[ObjectMe
             ) from None
     try:
         try:
-            data = _pickled(value)
+            written = _pickled(value)
         except Exception:
             if "torch" in sys.modules:  # for tensors there is a better error
                 _check_tensors(key, value)
             raise
-        if _may_mention(_TENSOR_MARK, data) and _check_tensors(key, value):
-            data = _pickled(value)
-        return ObjectMeta(PICKLE), data
+        if written.may_mention(_TENSOR_MARK) and _check_tensors(key, value):
+            written = _pickled(value)
+        return ObjectMeta(PICKLE), written.data()
     except (UnsupportedValueError, MemoryError):
         raise
     except Exception as error:
@@ -103,7 +115,7 @@ def encode_object(key: str, value: Any, *, allow_pickle: bool) -> tuple[ObjectMe
 
 
 def decode_object(
-    key: str, meta: ObjectMeta, data: bytes | bytearray, *, allow_pickle: bool
+    key: str, meta: ObjectMeta, data: bytes | bytearray | memoryview, *, allow_pickle: bool
 ) -> Any:
     """Decode the object that :func:`encode_object` encoded as ``data``.
 
@@ -139,23 +151,63 @@ def decode_object(
         ) from error
 
 
-# Immutable objects that were encoded already and are not small, by id(), to encode them only once.
-# msgpack still writes them out each time they occur, and with tuples in tuples the size can double
-# at every level. The item at 0 is the number of bytes that were repeated.
-_Known = dict[int, Any]
+class _Known(dict[int, Any]):
+    """Immutable objects that were encoded already and are not small, by id(), to encode them only
+    once. msgpack still writes them out each time they occur, and with tuples in tuples the size can
+    double at every level.
+
+    Attributes:
+        large: the large buffers of the value, in order. msgpack is given a mark for each of them
+            instead, behind its header.
+    """
+
+    _repeated = 0
+    _mark = b""
+    large: Sequence[bytes | memoryview] = ()
+
+    def count_repeated(self, nbytes: int) -> None:
+        """Count repeated bytes. Beyond the limit pickle is used, which repeats nothing."""
+        self._repeated += nbytes
+        if self._repeated > _MAX_REPEATED:
+            raise _NotExactError
+
+    def apart(self, header: bytes, buffer: bytes | memoryview) -> msgspec.Raw:
+        """What stands for a large buffer: its header, in which its length goes last."""
+        if not self._mark:
+            self._mark = os.urandom(16)  # nothing in a value can be equal to it
+            found: list[bytes | memoryview] = []
+            self.large, self._add = found, found.append
+        self._add(buffer)
+        return msgspec.Raw(header + self._mark)
+
+    def extension(self, tag: int, data: bytes, before: int) -> Any:
+        """An extension with ``data``, in which buffers stand that were large: those after the first
+        ``before`` ones.
+        """
+        inside = self.large[before:]
+        if not inside:
+            return _Ext(tag, data)
+        nbytes = len(data) + sum(map(len, inside)) - len(self._mark) * len(inside)
+        return msgspec.Raw(b"\xc9" + _length(nbytes) + bytes((tag,)) + data)
+
+    def spliced(self, packed: bytes) -> Pieces:
+        """The pieces of a value, with its large buffers where the marks are."""
+        first, *others = packed.split(self._mark)
+        pairs = zip(self.large, others, strict=True)
+        return Pieces([first, *[piece for pair in pairs for piece in pair]])
 
 
-def _count_repeated(known: _Known, nbytes: int) -> None:
-    """Count ``nbytes`` repeated bytes. Beyond the limit pickle is used, which repeats nothing."""
-    known[0] = known.get(0, 0) + nbytes
-    if known[0] > _MAX_REPEATED:
+def _length(nbytes: int) -> bytes:
+    """A length in msgpack, which goes up to 4 GiB."""
+    if nbytes >= 1 << 32:
         raise _NotExactError
+    return nbytes.to_bytes(4, "big")
 
 
 def _record_large(known: _Known, value: str | bytes) -> None:
     """Record a str or bytes object that is not small, and count it if it is repeated."""
     if id(value) in known:
-        _count_repeated(known, len(value))
+        known.count_repeated(len(value))
     known[id(value)] = value
 
 
@@ -164,6 +216,9 @@ def _to_wire(value: Any, seen: set[int], known: _Known, depth: int) -> Any:
     if kind is str:
         if len(value) > _SMALL:
             _record_large(known, value)
+            if len(value) >= LARGE:
+                data = value.encode()
+                return known.apart(b"\xdb" + _length(len(data)), data)
         return value
     if kind is int:
         if -(1 << 63) <= value < 1 << 64:
@@ -175,21 +230,25 @@ def _to_wire(value: Any, seen: set[int], known: _Known, depth: int) -> Any:
     if kind is bytes:
         if len(value) > _SMALL:
             _record_large(known, value)
+            if len(value) >= LARGE:
+                return known.apart(b"\xc6" + _length(len(value)), value)
         return value
     if kind is complex:
-        return _packed(_COMPLEX, [value.real, value.imag])
+        return _Ext(_COMPLEX, _encode([value.real, value.imag]))
     if depth > _MAX_DEPTH or kind not in _CONTAINERS:
         raise _NotExactError
     depth += 1
+    apart = len(known.large)
     if kind is tuple or kind is frozenset:
         if known and (made := known.get(id(value))) is not None:
-            _count_repeated(known, len(made.data))
+            known.count_repeated(len(made.data))
             return made
         before = len(seen)
         inner = [x if type(x) in _ATOMS else _to_wire(x, seen, known, depth) for x in value]
         data = _encode(inner)
-        made = _Ext(_TUPLE if kind is tuple else _FROZENSET, data)
-        if len(data) > _SMALL and len(seen) == before:  # everything in it is immutable, too
+        made = known.extension(_TUPLE if kind is tuple else _FROZENSET, data, apart)
+        # Everything in it is immutable, too, and none of it is large.
+        if len(data) > _SMALL and len(seen) == before and len(known.large) == apart:
             known[id(value)] = made
         return made
     # Two references to one mutable object must remain references to one object, and a cycle must
@@ -212,14 +271,14 @@ def _to_wire(value: Any, seen: set[int], known: _Known, depth: int) -> Any:
             [_to_wire(k, seen, known, depth), _to_wire(v, seen, known, depth)]
             for k, v in value.items()
         ]
-        return _packed(_PAIRS, pairs)
+        return known.extension(_PAIRS, _encode(pairs), apart)
     if kind is bytearray:
+        if len(value) >= LARGE:
+            header = b"\xc9" + _length(len(value)) + bytes((_BYTEARRAY,))
+            return known.apart(header, memoryview(value))
         return _Ext(_BYTEARRAY, bytes(value))
-    return _packed(_SET, [_to_wire(x, seen, known, depth) for x in value])
-
-
-def _packed(tag: int, value: Any) -> _Ext:
-    return _Ext(tag, _encode(value))
+    members = [_to_wire(x, seen, known, depth) for x in value]
+    return known.extension(_SET, _encode(members), apart)
 
 
 def _extension(tag: int, data: memoryview) -> Any:
@@ -246,35 +305,97 @@ def _extension(tag: int, data: memoryview) -> Any:
 # Names of the program's main module: in the program, and in processes spawned by multiprocessing.
 _MAIN_MODULES = ("__main__", "__mp_main__")
 _MAIN_MARK = b"_main__"
-# Opcodes of strings and bytes, and the number of length bytes that follow each of them. From 64 KiB
-# on, strings and bytes lie outside of the pickle's frames.
-_LARGE = 64 << 10
-_FRAME = 0x95
-_STRINGS = {0x42: 4, 0x58: 4, 0x8D: 8, 0x8E: 8, 0x96: 8}
+# The opcode of a frame, its length, and the size of what is before the first one (the version of
+# the protocol). Large strings, bytes and arrays lie between frames.
+_FRAME, _FRAME_LENGTH, _START = 0x95, struct.Struct("<Q"), 2
 # Identifies a process that runs no file, such as a notebook, and its forks.
 _PROCESS_ID = os.urandom(8).hex()
 
 
-def _pickled(value: Any) -> bytes:
+def _pickled(value: Any) -> _Written:
     """Pickle by name where readers know the names, and by value otherwise."""
     try:
-        data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+        written = _dumped(pickle.Pickler, value)
     except (pickle.PicklingError, AttributeError, TypeError):
         if (cloudpickle := _cloudpickle()) is None:
             raise
         return _by_value(cloudpickle, value)
-    if not _may_mention(_MAIN_MARK, data):
-        return data
+    if not written.may_mention(_MAIN_MARK):
+        return written
     names = _MainNameFinder()
     names.dump(value)
     if not names.found or (cloudpickle := _cloudpickle()) is None:
-        return data
+        return written
     try:
         definitions = _by_value(cloudpickle, names.found)
     except (pickle.PicklingError, AttributeError, TypeError):
-        return data  # they use something that cannot be sent: only the same program can read it
-    own = _OfProgram(_program(), definitions, data)
-    return pickle.dumps(own, protocol=pickle.HIGHEST_PROTOCOL)
+        return written  # they use something that cannot be sent: only the same program can read it
+    own = _OfProgram(_program(), definitions.joined(), written.joined())
+    return _dumped(pickle.Pickler, own)
+
+
+class _Written:
+    """What a pickler writes: a file for it, and then the pickle in pieces."""
+
+    __slots__ = ("_chunks", "write")
+
+    def __init__(self) -> None:
+        self._chunks: list[bytes | bytearray | pickle.PickleBuffer] = []
+        #: Takes what lies between two large buffers, or one of these.
+        self.write = self._chunks.append
+
+    def _pieces(self) -> list[tuple[bytes, bytes | memoryview]]:
+        """The large buffers, each with what lies before it; and the last one, which is empty."""
+        found: list[tuple[bytes, bytes | memoryview]] = []
+        frames: list[bytes] = []
+        for at, chunk in enumerate(self._chunks):
+            buffer: bytes | memoryview
+            if isinstance(chunk, bytes):
+                buffer = chunk
+            else:  # an array may lie in memory column by column
+                buffer = (
+                    chunk.raw() if isinstance(chunk, pickle.PickleBuffer) else memoryview(chunk)
+                )
+            if len(buffer) < LARGE or _is_frame(buffer, 0 if at else _START):
+                frames.append(bytes(buffer))
+            else:
+                found.append((b"".join(frames), buffer))
+                frames = []
+        return [*found, (b"".join(frames), b"")]
+
+    def may_mention(self, mark: bytes) -> bool:
+        """Whether the pickle may refer to something with ``mark`` in its name. Large buffers are
+        not searched, because that would take as long as pickling them.
+        """
+        if len(self._chunks) == 1:
+            return mark in self.joined()
+        return any(mark in frames for frames, _ in self._pieces())
+
+    def data(self) -> bytes | Pieces:
+        """The pickle, in one piece if it has no large buffers."""
+        if len(self._chunks) == 1 and isinstance(only := self._chunks[0], bytes):  # very often
+            return only
+        pieces = self._pieces()
+        return (
+            pieces[0][0] if len(pieces) == 1 else Pieces([one for pair in pieces for one in pair])
+        )
+
+    def joined(self) -> bytes:
+        """The pickle in one piece."""
+        data = self.data()
+        return data if isinstance(data, bytes) else data.joined()
+
+
+def _is_frame(buffer: bytes | memoryview, at: int) -> bool:
+    """Whether this looks like a frame. A large buffer that does is only copied once more."""
+    length = len(buffer) - at - 1 - _FRAME_LENGTH.size
+    return buffer[at] == _FRAME and _FRAME_LENGTH.unpack_from(buffer, at + 1)[0] == length
+
+
+def _dumped(pickler: Any, value: Any) -> _Written:
+    written = _Written()
+    pickler(written, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return written
 
 
 def _cloudpickle() -> Any | None:
@@ -300,42 +421,23 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def _by_value(cloudpickle: Any, value: Any) -> bytes:
+def _by_value(cloudpickle: Any, value: Any) -> _Written:
     with _registering:
         return _with_main_by_value(cloudpickle, value)
 
 
-def _with_main_by_value(cloudpickle: Any, value: Any) -> bytes:
+def _with_main_by_value(cloudpickle: Any, value: Any) -> _Written:
     spawned: ModuleType | None = sys.modules.get("__mp_main__")
     if spawned is None or spawned.__name__ in (
         "__main__",  # the same module, and known to cloudpickle by this name
         *cloudpickle.list_registry_pickle_by_value(),
     ):
-        return bytes(cloudpickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
+        return _dumped(cloudpickle.Pickler, value)
     cloudpickle.register_pickle_by_value(spawned)
     try:
-        return bytes(cloudpickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
+        return _dumped(cloudpickle.Pickler, value)
     finally:
         cloudpickle.unregister_pickle_by_value(spawned)
-
-
-def _may_mention(mark: bytes, data: bytes) -> bool:
-    """Whether a pickle may refer to something with ``mark`` in its name. Large strings are skipped,
-    because searching them would take as long as pickling them.
-    """
-    if len(data) < _LARGE:
-        return mark in data
-    at = 2  # after the opcode of the protocol version
-    while at < len(data):
-        width = 8 if data[at] == _FRAME else _STRINGS.get(data[at])
-        if width is None:
-            return data.find(mark, at) >= 0
-        start = at + 1 + width
-        end = start + int.from_bytes(data[at + 1 : start], "little")
-        if data[at] == _FRAME and data.find(mark, start, end) >= 0:
-            return True
-        at = end
-    return False
 
 
 class _MainNameFinder(pickle.Pickler):
@@ -374,7 +476,7 @@ def _check_tensors(key: str, value: Any) -> bool:
     """
     import torch
 
-    from torchstore_core.clients.values.tensors import check_storage, result_of, storable
+    from torchstore_core.clients.values.tensors import check_storage, is_fake, result_of, storable
 
     cloudpickle = _cloudpickle()
     base: Any = pickle.Pickler if cloudpickle is None else cloudpickle.Pickler
@@ -386,8 +488,8 @@ def _check_tensors(key: str, value: Any) -> bool:
                 if (result := result_of(obj)) is not None:
                     nonlocal waited
                     waited, obj = True, result
-                if not _can_unpickle(obj.dtype):
-                    storable(key, obj)  # quantised ones have their own error
+                if is_fake(obj) or not _can_unpickle(obj.dtype):
+                    storable(key, obj)  # fake and quantised ones have their own errors
                     raise UnsupportedValueError(
                         f"{key!r}: torch cannot unpickle a tensor of {obj.dtype}, so it cannot be "
                         "stored inside of an object; put it by itself, or in a state dict",

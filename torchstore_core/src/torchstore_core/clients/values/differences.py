@@ -41,11 +41,13 @@ class StateDictReport:
 
 
 def mismatch_error(
-    what: str, report: StateDictReport, key: str | None = None
+    what: str, report: StateDictReport, key: str | None = None, *, hint: str = ""
 ) -> LayoutMismatchError:
-    """Return an error that lists everything that is wrong with a destination of ``what``."""
+    """Return an error that lists everything that is wrong with a destination of ``what``, and says
+    what to do, if there is a ``hint``.
+    """
     return LayoutMismatchError(
-        f"{what} does not match; nothing was written. {report}",
+        f"{what} does not match; nothing was written. {report}" + (hint and f". {hint}"),
         key=key,
         details={
             "missing": report.missing,

@@ -182,7 +182,7 @@ def unflatten(key: str, entries: Iterator[tuple[str, bytes, Any]]) -> dict[str, 
         for step, after in pairwise(steps):
             kind = after[0] if isinstance(after, tuple) else None
             at = _place(step)
-            if at not in node or _is_empty(node[at]):
+            if at not in node or is_empty(node[at]):
                 node[at] = _Node(kind)
             node = node[at]
             if type(node) is not _Node or node.kind != kind:
@@ -190,7 +190,7 @@ def unflatten(key: str, entries: Iterator[tuple[str, bytes, Any]]) -> dict[str, 
         last = _place(steps[-1]) if steps else name
         if last not in node:
             node[last] = value
-        elif not (_is_empty(value) and type(node[last]) is _Node):
+        elif not (is_empty(value) and type(node[last]) is _Node):
             raise _contradiction(key, name)
     return {name: _built(value) for name, value in root.items()}
 
@@ -214,7 +214,8 @@ def _decoded(key: str, name: str, path: bytes) -> list[Step]:
     return steps
 
 
-def _is_empty(value: Any) -> bool:
+def is_empty(value: Any) -> bool:
+    """Whether a value is a dict, list or tuple without entries."""
     return type(value) in (dict, list, tuple) and not value
 
 

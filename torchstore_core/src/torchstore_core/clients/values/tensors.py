@@ -40,6 +40,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _QUANTIZED = frozenset(d for name, d in _BY_NAME.items() if name.startswith(("qint", "quint")))
 # Dtypes that need a closer look.
 _ODD = _QUANTIZED | {dtype for dtype in _NAMES if dtype.is_complex}
+_fake_mode: Any = torch._C._get_dispatch_mode
+_FAKE: Any = torch._C._TorchDispatchModeKey.FAKE
 _ONLY_TUPLES, _ONLY_INTS = frozenset((tuple,)), frozenset((int,))
 _INT_END = 1 << 63
 # More than any process can address; from 2**63 on, torch's own arithmetic overflows.
@@ -83,6 +85,8 @@ def storable(key: str, tensor: torch.Tensor) -> torch.Tensor:
     if kind not in _PLAIN and _is_wrapper(kind):
         if (result := result_of(tensor)) is not None:
             return storable(key, result)
+        if is_fake(tensor):
+            raise _refused(key, "a FakeTensor (it has no data)", "put what it stands for")
         hint = "put its .values() and .offsets()" if tensor.is_nested else "unwrap it"
         raise _refused(key, f"a {kind.__module__}.{kind.__qualname__}", hint)
     if tensor.layout is not torch.strided:
@@ -110,6 +114,24 @@ def storable(key: str, tensor: torch.Tensor) -> torch.Tensor:
 def _is_wrapper(kind: type[torch.Tensor]) -> bool:
     """Subclasses that intercept dispatch (DTensor, FakeTensor, ...) have no bytes of their own."""
     return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor only stands for one, as those of a ``FakeTensorMode`` do. (To import their
+    class takes long.)
+    """
+    return type(tensor).__name__ == "FakeTensor"
+
+
+def check_no_fake_mode() -> None:
+    """Raise UnsupportedValueError inside of a ``FakeTensorMode``: nothing is read or written there,
+    and new tensors have no data.
+    """
+    if _fake_mode(_FAKE) is not None:
+        raise UnsupportedValueError(
+            "values are neither put nor got inside of a FakeTensorMode, in which tensors have no "
+            "data; do it outside of that"
+        )
 
 
 def result_of(tensor: Any) -> torch.Tensor | None:

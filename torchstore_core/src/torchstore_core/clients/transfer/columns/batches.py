@@ -10,6 +10,7 @@ import torch
 from torchstore_core.clients.transfer.columns.sources import TensorColumns
 from torchstore_core.clients.transfer.moves import Batch, Columns, Move, PutBatch
 from torchstore_core.clients.transfer.targets import new_tensor, out_of_memory
+from torchstore_core.clients.values.overlaps import are_disjoint
 from torchstore_core.clients.values.plain import look, still_there
 from torchstore_core.clients.values.tensors import dtype_of
 from torchstore_core.errors import TransportError
@@ -102,7 +103,7 @@ class ColumnsGet(Batch):
         else:
             looked = look(self._own)
             addresses = looked.addresses
-            if looked.metas != self._metas or len(set(addresses)) < len(addresses):
+            if looked.metas != self._metas or not are_disjoint(addresses, self._sizes):
                 raise NotPlainError
             self._memory = looked.storages
         yield Columns(addresses, self._offsets, self._sizes)
