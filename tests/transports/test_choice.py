@@ -33,6 +33,23 @@ async def test_a_job_chooses_its_transport(
         assert "\n" not in large["summary"]
         (small,) = await client.explain(100)
         assert small["chosen"] == "inline"
+        assert "forces" not in small["summary"]  # it rides in the message that is sent anyway
     said = [one.getMessage() for one in caplog.records]
     said = [line for line in said if line.endswith("TORCHSTORE_TRANSPORT chooses")]
     assert said == [f"volume torchstore-0: {large['summary']}"]
+
+
+async def test_a_choice_that_does_not_reach_the_volume_is_not_said_to_be_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What fits into a control message is carried nevertheless, and it is said by what, and why."""
+    monkeypatch.setenv("TORCHSTORE_TRANSPORT", "inprocess")
+    async with running_store() as client:
+        await client.put("small", torch.arange(3))
+        (small,) = await client.explain(100)
+    assert (small["chosen"], small["forced"]) == ("inline", "inprocess")
+    assert small["summary"] == (
+        "inline (rides in the control message that is sent anyway; inprocess, which "
+        "TORCHSTORE_TRANSPORT forces, does not reach it: the volume is in another process); then "
+        "nothing else; TORCHSTORE_TRANSPORT chooses"
+    )

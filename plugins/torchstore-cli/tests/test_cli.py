@@ -395,6 +395,20 @@ async def test_ls_into_a_pipe_that_closes(options: tuple[str, ...], store: ts.Cl
         assert await asyncio.to_thread(process.wait, 10) == 1
 
 
+async def test_an_error_that_cannot_be_printed_as_json_is_still_a_line(store: ts.Client):
+    """Where nobody reads standard output any more, and where the disk is full."""
+    command = [SCRIPT, "stat", "missing", "--json"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as closed, open("/dev/full", "wb") as full:
+        for out in (closed, full):
+            ended = await asyncio.to_thread(
+                subprocess.run, command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=60
+            )
+            assert ended.stderr == "torchstore: key-not-found: no such key: 'missing'\n"
+            assert ended.returncode == 1
+
+
 async def test_stat(store: ts.Client):
     await store.put("w", torch.zeros(256, 512, dtype=torch.bfloat16))
     held = await store.get("w")

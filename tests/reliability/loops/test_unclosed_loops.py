@@ -278,6 +278,49 @@ async def _awaited(handle: Any) -> object:
     return await handle
 
 
+def test_a_commit_is_awaited_on_the_loop_of_another_thread():
+    """Which asks before the commit begins: the loop on which it was put stands still till then."""
+    asking = threading.Event()
+    refs: list[object] = []
+
+    async def ask(handle: Any) -> None:
+        awaited = asyncio.ensure_future(_awaited(handle))
+        await turn()
+        asking.set()
+        refs.append(await awaited)
+
+    async def main() -> None:
+        handle = await ts.put_state_dict({"w": torch.zeros(300_000)}, "far", blocking=False)
+        thread = threading.Thread(target=lambda: asyncio.run(ask(handle)))
+        thread.start()
+        assert asking.wait(30)
+        assert not handle.done()
+        ref = await handle
+        await asyncio.to_thread(thread.join, 30)
+        assert refs == [ref]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("way", ["closed", "cancelled"])
+def test_a_commit_that_its_loop_has_left_behind_is_an_error(way: str):
+    """Not the cancellation of whoever awaits it on another loop, which nobody has cancelled."""
+    loop = asyncio.new_event_loop()
+    # So many entries that the reply to their commit is awaited.
+    value = {f"w{number}": torch.zeros(30_000) for number in range(100)}
+    handle: Any = loop.run_until_complete(ts.put_state_dict(value, "left", blocking=False))
+    assert not handle.done()
+    if way == "cancelled":
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(turn())
+        loop.run_until_complete(turn())
+    loop.close()
+    with pytest.raises(ts.StoreClosedError, match="'left' was put ended") as caught:
+        asyncio.run(_awaited(handle))
+    assert caught.value.key == "left"
+
+
 @pytest.mark.parametrize("entries", [1, 64])
 def test_threads_that_call_without_await_leave_nothing_behind(entries: int):
     """Also without the collector, and when the reply to a call was awaited on the event loop, as

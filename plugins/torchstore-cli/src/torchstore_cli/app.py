@@ -439,7 +439,10 @@ def run(arguments: Sequence[str]) -> int:
 
 def _fail(failed: Failed, as_json: bool, status: int = 1) -> int:
     if as_json:
-        _print_json(failed)
+        try:
+            _print_json(failed)
+        except OSError:  # nobody reads it, or the disk is full: the line on stderr is left
+            _discard_output()
     message = " ".join(failed.message.split())
     click.echo(f"torchstore: {failed.error}: {message}", err=True)
     stores = failed.details.get("stores")
@@ -461,8 +464,13 @@ def _answer(settings: _Settings, report: Report, *, long: bool = False) -> None:
         show(Screen(), report, long=long)
         sys.stdout.flush()
     except BrokenPipeError:  # `torchstore ls | head`: buffered output has nowhere to go
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         sys.exit(1)
+
+
+def _discard_output() -> None:
+    """Have what is still buffered go nowhere when the interpreter flushes it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_json(report: msgspec.Struct) -> None:

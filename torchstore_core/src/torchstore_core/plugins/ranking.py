@@ -192,10 +192,14 @@ class Ranking:
             return "no transport reaches the volume"
         best = order[0]
         others = ", ".join(c.spec.name for c in order[1:]) or "nothing else"
-        if self.forced is not None:
+        why = best.bid.reason
+        if best.spec.name == self.forced:
             why = f"{self._forced_by} forces it"
-        else:
-            why = "it is preferred" if best.preferred else best.bid.reason
+        elif self.forced in self.refusals:
+            refusal = self.refusals[self.forced]
+            why += f"; {self.forced}, which {self._forced_by} forces, does not reach it: {refusal}"
+        elif best.preferred:
+            why = "it is preferred"
         return f"{best.spec.name} ({why}); then {others}; {_CHOICE} chooses"
 
     def unavailable(self, nbytes: int) -> TransportUnavailableError:

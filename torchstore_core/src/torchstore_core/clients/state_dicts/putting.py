@@ -8,6 +8,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Generator, Mapping, Sequence
+from concurrent import futures
 from typing import Any
 
 import msgspec
@@ -44,6 +45,7 @@ from torchstore_core.clients.values.tensors import dtype_name
 from torchstore_core.errors import (
     ConfigurationError,
     LayoutMismatchError,
+    StoreClosedError,
     UnsafeObjectError,
     UnsupportedValueError,
 )
@@ -56,8 +58,9 @@ log = logging.getLogger(__name__)
 class PendingPut:
     """A put of a state dict that is still committing, but whose values may be changed again.
 
-    Awaiting it returns the ``ObjectRef``, or raises the error of the commit. If it is never
-    awaited, it still commits, provided that its event loop lives long enough; an error is logged.
+    Awaiting it, on any event loop, returns the ``ObjectRef``, or raises the error of the commit. If
+    it is never awaited, it still commits, provided that the event loop on which it was put lives
+    long enough; an error is logged.
     """
 
     def __init__(self, key: str, putting: Putting | None) -> None:
@@ -65,7 +68,9 @@ class PendingPut:
         self._ref: ObjectRef | None = None
         self._error: BaseException | None = None
         self._task: asyncio.Task[ObjectRef] | None = None
+        self._clock: Clock | None = None
         if putting is not None:
+            self._clock = putting.clock
             self._task = asyncio.create_task(self._commit(putting))
             # Not inside the task: a task that is cancelled before it starts would undo nothing.
             self._task.add_done_callback(putting.__exit__)
@@ -91,13 +96,42 @@ class PendingPut:
         return self._result().__await__()
 
     async def _result(self) -> ObjectRef:
-        if self._task is not None:
-            return await asyncio.shield(self._task)
+        task, clock = self._task, self._clock
+        if task is not None:
+            if task.get_loop() is asyncio.get_running_loop():
+                return await asyncio.shield(task)
+            if clock is not None:  # a loop that no longer runs would not end the commit in time
+                await clock.within(asyncio.wrap_future(self._over(task)))
+                if task.cancelled():
+                    raise self._cancelled()
+                return task.result()
         if self._error is not None:
             raise self._error
         if self._ref is None:
             raise ConfigurationError("a PendingPut is made by put_state_dict(blocking=False)")
         return self._ref
+
+    def _over(self, task: asyncio.Task[ObjectRef]) -> futures.Future[None]:
+        """A future for other event loops, which is done when the task is."""
+        over: futures.Future[None] = futures.Future()
+
+        def tell(task: asyncio.Task[ObjectRef]) -> None:
+            if over.set_running_or_notify_cancel():
+                over.set_result(None)
+
+        try:
+            task.get_loop().call_soon_threadsafe(task.add_done_callback, tell)
+        except RuntimeError as error:  # the loop is closed
+            if not task.done():
+                raise self._cancelled() from error
+            tell(task)
+        return over
+
+    def _cancelled(self) -> StoreClosedError:
+        return StoreClosedError(
+            f"the event loop on which {self.key!r} was put ended before its commit",
+            key=self.key,
+        )
 
     async def _commit(self, putting: Putting) -> ObjectRef:
         (ref,) = putting.refs([self.key], await putting.commit())
@@ -106,15 +140,17 @@ class PendingPut:
 
     def _ended(self, clock: Clock, task: asyncio.Task[ObjectRef]) -> None:
         if task.cancelled():
+            self._error = self._cancelled()
             clock.end(asyncio.CancelledError())
-            return
-        self._task = None  # the task refers to its event loop, which may never be closed
-        self._error = task.exception()
-        clock.end(self._error)
-        if self._error is None:
+        elif (error := task.exception()) is None:
             self._ref = task.result()
+            clock.end(None)
         else:
-            log.warning("a put_state_dict with blocking=False failed: %s", self._error)
+            self._error = error
+            clock.end(error)
+            log.warning("a put_state_dict with blocking=False failed: %s", error)
+        # Last, for other threads. The task refers to its event loop, which may never be closed.
+        self._task = self._clock = None
 
 
 def plan_put(
