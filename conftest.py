@@ -55,9 +55,10 @@ profiles.register()
 gc.disable()
 
 # How many modules were imported when all that was imported was last taken out of collections, and
-# how many more it takes to do so again.
+# how many more it takes to do so again; or how many objects that a file of tests leaves.
 _modules = 0
 _MANY_MODULES = 50
+_MANY_OBJECTS = 50_000
 
 _HERE = Path(__file__).parent
 _API = _HERE / "tests/api"
@@ -199,10 +200,14 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown() -> None:
-    """What a test has imported (Monarch, say) stays to the end, too."""
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """What a test has imported (Monarch, say) stays to the end, too, and so does what libraries
+    keep once they were used: the description of an object store's protocol, say.
+    """
     global _modules
-    if len(sys.modules) > _modules + _MANY_MODULES:
+    imported = len(sys.modules) > _modules + _MANY_MODULES
+    ends = nextitem is None or nextitem.path != item.path
+    if imported or (ends and len(gc.get_objects()) > _MANY_OBJECTS):
         _modules = len(sys.modules)
         gc.collect()
         gc.freeze()
