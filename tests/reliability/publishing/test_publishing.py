@@ -32,7 +32,7 @@ import torchstore_core as ts
 # a reader on a busy machine has let go without the server knowing it yet.
 CAPACITY = 512 * MB
 # Far below what two slow cores do, far above what a stuck reader does.
-MIN_READS = 10
+MIN_READS = 30
 RUN = 100_000
 
 
@@ -70,10 +70,8 @@ async def nothing_is_left(kind: str, server: int, before: Account, descriptors: 
 # ---- while all goes well ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "seconds"), [("state dict", 5.0), ("one tensor", 3.0)])
-async def test_readers_of_another_layout_see_whole_versions_in_order(
-    server: int, kind: str, seconds: float
-):
+@pytest.mark.parametrize("kind", KINDS)
+async def test_readers_of_another_layout_see_whole_versions_in_order(server: int, kind: str):
     address = await ts.address()
     assert await publish_all(kind, 1) == 1
     before, descriptors = await account(), fds(server)
@@ -83,17 +81,22 @@ async def test_readers_of_another_layout_see_whole_versions_in_order(
             stack.enter_context(Child(publishers.publish, address, kind, rank, 1, 1, False))
             for rank in range(RANKS)
         ]
-        await asyncio.sleep(seconds)
+
+        async def seen_many() -> bool:
+            """However long that takes."""
+            many = [
+                reads >= MIN_READS and changes >= MIN_READS // 2
+                for reads, changes, _ in await readers.seen()
+            ]
+            return all(many) and await ts.latest_version(KEY) > MIN_READS
+
+        await until(seen_many, 60)
         last = await stopped(ranks)
         newest = await ts.latest_version(KEY)
         assert last - 2 <= newest <= last  # as far ahead as a rank goes
-        assert newest > MIN_READS
         # The n-th publish of each rank is the n-th version.
         await readers.reach(newest)
-        for reads, changes, number in await readers.seen():
-            assert number == newest
-            assert reads >= MIN_READS
-            assert changes >= MIN_READS // 2
+        assert [number for _, _, number in await readers.seen()] == [newest] * 2
         await readers.end()
     await nothing_is_left(kind, server, before, descriptors)
 
