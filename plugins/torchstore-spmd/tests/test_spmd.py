@@ -431,7 +431,6 @@ async def test_without_its_package_the_error_names_it() -> None:
             except ts.PluginError as error:
                 print("pip install torchstore-spmd" in str(error))
         """,
-        fresh=True,
     )
     assert printed.split() == ["True", "True"]
 
