@@ -30,7 +30,7 @@ _TC = shutil.which("tc", path="/usr/sbin:/sbin:/usr/bin:/bin") or "tc"
 _SLOW = ("root", "tbf", "rate", "200mbit", "burst", "256kb", "latency", "50ms")
 _BYTES_PER_S = 25e6
 # Who waits for half a minute for a transport to come back need not read all the time.
-_BETWEEN_READS_S = 0.1
+_BETWEEN_READS_S = 0.4
 _VOLUME = "torchstore-0"  # of the first host; the second one's worker is the client
 
 
