@@ -180,11 +180,11 @@ async def test_under_load(one_host: Job, kills: int) -> None:
     await _under_load(one_host, kills, random.randrange(1 << 30))
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(100, marks=pytest.mark.soak)])
+@pytest.mark.soak
 @pytest.mark.timeout(900)
-async def test_under_load_on_other_hosts(two_hosts: Job, kills: int) -> None:
+async def test_under_load_on_other_hosts(two_hosts: Job) -> None:
     await two_hosts.root(acts.initialize_on_hosts, {"strategy": "spread", "capacity": 1 << 30})
-    await _under_load(two_hosts, kills, random.randrange(1 << 30))
+    await _under_load(two_hosts, 100, random.randrange(1 << 30))
 
 
 async def _put_many(number: int) -> list[int]:
