@@ -22,6 +22,7 @@ from torchstore_monarch.protocol import StoreRequest, outcome, result
 
 MB = 1 << 20
 RACE = {"store_name": "race"}
+_soak = pytest.mark.soak
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +83,7 @@ async def _shut_down_at(step: str) -> str:
             return error.message
 
 
-@pytest.mark.parametrize("step", ["_volume_procs", "spread"])
+@pytest.mark.parametrize("step", [pytest.param("_volume_procs", marks=_soak), "spread"])
 async def test_a_shutdown_while_the_store_starts(others_job: Job, step: str) -> None:
     """It ends the start; no other store of the job has anything to do with that."""
     before = _now(others_job)
@@ -129,7 +130,7 @@ async def _cancel_at(step: str) -> str:
             return "cancelled"
 
 
-@pytest.mark.parametrize("step", ["_volume_procs", "spread"])
+@pytest.mark.parametrize("step", ["_volume_procs", pytest.param("spread", marks=_soak)])
 async def test_an_initialize_that_is_cancelled_leaves_nothing(others_job: Job, step: str) -> None:
     before = _now(others_job)
     assert await others_job.root(_cancel_at, step) == "cancelled"
@@ -317,44 +318,34 @@ async def test_one_makes_for_all(others_job: Job) -> None:
 # ---- what does not end by itself ----------------------------------------------------------
 
 
-async def test_what_does_not_end_is_killed() -> None:
+async def test_what_does_not_end_is_killed(others_job: Job) -> None:
     """A shutdown raises nothing, and in its time it ends what does not answer."""
-    with Job(workers=2) as job:
-        await job.root(acts.initialize, {"store_name": "innocent"})
-        await job.root(acts.put, "k", 1, "innocent")
-        workers = {await job.at(worker, acts.pid) for worker in (0, 1)}
-        before = job.processes()
-        await job.root(acts.initialize, {**RACE, "num_storage_volumes": 2})
-        status = await job.root(acts.status, "race")
-        stuck = {status.controller_pid, status.volumes[0].pid}
-        for pid in stuck:
-            os.kill(pid, signal.SIGSTOP)
-        begun = time.monotonic()
-        await job.root(acts.shutdown, "race")
-        assert time.monotonic() - begun < 14
-        await until(lambda: not (stuck | {v.pid for v in status.volumes}) & running())
-        assert await job.root(acts.get, "k", "innocent") == 1
-        await job.at(0, acts.initialize, RACE)
-        await job.at(1, acts.put, "k", 2, "race")
-        assert await job.at(0, acts.get, "k", "race") == 2
-        await job.at(1, acts.shutdown, "race")
-        await until(lambda: not job.processes() - before - workers, 10)
-        assert job.ended() is None
-        assert await job.root(acts.failures) == []
+    before = _now(others_job)
+    await others_job.root(acts.initialize, {**RACE, "num_storage_volumes": 2})
+    status = await others_job.root(acts.status, "race")
+    stuck = {status.controller_pid, status.volumes[0].pid}
+    for pid in stuck:
+        os.kill(pid, signal.SIGSTOP)
+    begun = time.monotonic()
+    await others_job.root(acts.shutdown, "race")
+    assert time.monotonic() - begun < 14
+    await until(lambda: not (stuck | {v.pid for v in status.volumes}) & running())
+    await _is_as_before(others_job, before)
 
 
-async def test_a_shutdown_that_is_not_waited_for() -> None:
+async def test_a_shutdown_that_is_not_waited_for(others_job: Job) -> None:
     """The job does not answer in time: nothing is raised, and the store ends all the same."""
-    with Job(workers=1) as job:
-        await job.at(0, acts.initialize)
-        status = await job.at(0, acts.status)
-        os.kill(status.controller_pid, signal.SIGSTOP)
-        await job.at(0, _shut_down_within, 0.001)
-        await until(lambda: status.controller_pid not in running(), 20)
+    before = _now(others_job)
+    await others_job.at(0, acts.initialize, RACE)
+    status = await others_job.at(0, acts.status, "race")
+    os.kill(status.controller_pid, signal.SIGSTOP)
+    await others_job.at(0, _shut_down_within, 0.001)
+    await until(lambda: status.controller_pid not in running(), 20)
+    await _is_as_before(others_job, before)
 
 
 async def _shut_down_within(timeout: float) -> None:
-    await ts.shutdown(timeout=timeout)
+    await ts.shutdown("race", timeout=timeout)
 
 
 async def _to_be_killed(own_agents: bool, host_id: str) -> tuple[set[int], int, int]:

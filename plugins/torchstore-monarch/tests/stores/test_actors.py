@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -207,3 +208,65 @@ async def test_shutdown_of_what_is_not_there_does_nothing(job: Job) -> None:
 async def test_without_a_store_the_error_says_what_to_do(job: Job) -> None:
     with pytest.raises(ts.StoreClosedError, match="initialize"):
         await job.at(0, acts.get, "k", "never")
+
+
+# ---- references in calls of actors --------------------------------------------------------
+
+REFERENCES = "references"
+_kept: list[ts.HeldRef] = []
+
+
+async def _make(nbytes: int) -> ts.HeldRef:
+    value = torch.full((nbytes,), 7, dtype=torch.uint8)
+    return await ts.put_object(value, store_name=REFERENCES)
+
+
+async def _keep(ref: ts.HeldRef) -> None:
+    _kept.append(ref)
+
+
+async def _read() -> list[int]:
+    return [int((await ts.get(ref, store_name=REFERENCES)).sum()) for ref in _kept]
+
+
+async def _drop() -> None:
+    _kept.clear()
+    gc.collect()
+
+
+async def _free() -> None:
+    of = (await ts.status(store_name=REFERENCES)).incarnation
+    refs = await ts.refs(store_name=REFERENCES)
+    await ts.free([ts.ObjectRef(ref.key, ref.version, of) for ref in refs], store_name=REFERENCES)
+
+
+async def _held() -> list[tuple[int, list[str]]]:
+    refs = await ts.refs(store_name=REFERENCES)
+    return [(ref.nbytes, [holder.state for holder in ref.holders]) for ref in refs]
+
+
+async def test_a_reference_goes_from_actor_to_actor(job: Job) -> None:
+    """Held from the reply on until the receiver drops it. The root client receives it from one
+    worker and passes it on to another one, which has not used the store before.
+    """
+    nbytes = 1 << 20
+    await job.root(acts.initialize, {"store_name": REFERENCES})
+    ref = await job.at(0, _make, nbytes)
+    await job.at(1, _keep, ref)
+    del ref
+    gc.collect()
+    assert await job.at(1, _read) == [7 * nbytes]
+    ((there, states),) = await job.root(_held)
+    assert there == nbytes
+    assert "held" in states
+    await job.at(1, _drop)
+
+    async def only_the_grace_is_left() -> bool:
+        """The root client and this process hold nothing any more, either."""
+        found = await job.root(_held)
+        return not found or set(found[0][1]) == {"received"}
+
+    await until(only_the_grace_is_left, 10.0)
+    await job.root(_free)
+    assert await job.root(_held) == []
+    await job.root(acts.shutdown, REFERENCES)

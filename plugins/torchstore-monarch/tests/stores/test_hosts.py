@@ -169,6 +169,31 @@ async def test_other_strategies_over_hosts(hosts: Job, strategy: str) -> None:
         await hosts.root(acts.shutdown, name)
 
 
+@pytest.mark.parametrize(
+    ("volumes", "on"),
+    [
+        pytest.param(1, ["host0"], id="1", marks=pytest.mark.soak),
+        pytest.param(3, ["host0", "host1", "host0"], id="3"),
+    ],
+)
+async def test_hosts_take_turns(hosts: Job, volumes: int, on: list[str]) -> None:
+    """One process more than there are volumes is no harm."""
+    for worker in (0, 1):  # the engine starts them when they are first asked for something
+        await hosts.at(worker, acts.pid)
+    before = hosts.processes()
+    given = {"store_name": "turns", "num_storage_volumes": volumes}
+    await hosts.root(acts.initialize_on_hosts, given)
+    try:
+        await hosts.at(0, acts.put_tensors, "k", 3, MB, "turns")
+        assert await hosts.at(1, acts.tensors_are_right, "k", 3, MB, "turns")
+        status = await hosts.root(acts.status, "turns")
+        assert [v.host_id for v in status.volumes] == on
+        assert len({v.pid for v in status.volumes}) == volumes
+    finally:
+        await hosts.root(acts.shutdown, "turns")
+    await until(lambda: not hosts.processes() - before, 10)
+
+
 async def test_replicas_are_on_both_hosts(hosts: Job) -> None:
     name = "replicated"
     await hosts.root(

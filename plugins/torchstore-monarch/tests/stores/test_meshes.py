@@ -60,26 +60,6 @@ async def test_no_mesh_is_processes_of_their_own_on_this_host(job: Job) -> None:
     await until(lambda: not job.processes() - before, 10)
 
 
-@pytest.mark.parametrize(
-    ("volumes", "on"),
-    [
-        pytest.param(1, ["host0"], id="1", marks=pytest.mark.soak),
-        pytest.param(3, ["host0", "host1", "host0"], id="3"),
-    ],
-)
-async def test_on_hosts_of_the_user(hosts: Job, volumes: int, on: list[str]) -> None:
-    """Hosts take turns. One process more than there are volumes is no harm."""
-    await hosts.at(0, acts.pid)
-    before = hosts.processes()
-    status = await _started(hosts, "initialize_on_hosts", num_storage_volumes=volumes)
-    try:
-        assert [v.host_id for v in status.volumes] == on
-        assert len({v.pid for v in status.volumes}) == volumes
-    finally:
-        await _end(hosts)
-    await until(lambda: hosts.processes() == before, 10)
-
-
 async def _initialize_with(mesh: object, arguments: Mapping[str, Any]) -> None:
     await acts.initialize({"mesh": mesh, "store_name": "wrong", **arguments})
 
