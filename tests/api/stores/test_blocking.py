@@ -107,6 +107,19 @@ async def test_inside_of_a_running_loop_it_says_what_to_do(shared: ts.Client) ->
     assert await shared.get("k") == 1
 
 
+def test_a_call_within_another_says_so(bare: blocking.Client) -> None:
+    """As of a signal handler or ``__del__``, where `await` would be no help."""
+
+    class Asks:
+        def __reduce__(self) -> tuple[type, tuple[int]]:
+            with pytest.raises(ts.ConfigurationError, match="within another call of this thread"):
+                blocking.exists("k")
+            return int, (3,)
+
+    blocking.put("k", Asks())
+    assert blocking.get("k") == 3
+
+
 def test_many_threads_at_once_and_none_leaves_a_connection(bare: blocking.Client) -> None:
     errors: list[BaseException] = []
 

@@ -61,9 +61,17 @@ def may_block(name: str) -> None:
     """Check that this thread may block.
 
     Raises:
-        ConfigurationError: an event loop is running in this thread.
+        ConfigurationError: an event loop is running in this thread: the program's, or, within
+            another call, the one of this module.
     """
-    if asyncio._get_running_loop() is not None:
+    running = asyncio._get_running_loop()
+    if running is not None and _local.loop is not None and running is _local.loop.loop:
+        raise ConfigurationError(
+            f"torchstore_core.blocking: {name}() was called within another call of this thread "
+            "(by a signal handler, __del__, a callback of weakref or gc, or the pickling of a "
+            "value), which it would keep waiting; make it after that call, or in another thread"
+        )
+    if running is not None:
         raise ConfigurationError(
             f"torchstore_core.blocking: {name}() would block the event loop that is running in "
             f"this thread; use `await ts.{name}(...)` with `import torchstore_core as ts`"
