@@ -269,6 +269,19 @@ async def test_an_object_does_not_keep_its_lease(shared):
     assert (got["array"] == 1).all()
 
 
+async def test_a_bytearray_can_be_resized_when_its_put_has_ended_however(shared):
+    data = bytearray(BLOB)
+    await ts.put("o", data)
+    data.append(1)
+    huge = bytearray(1 << 30)
+    for value in (huge, Plain(huge)):
+        with pytest.raises(ts.StoreFullError) as caught:
+            await ts.put("o", value)
+        huge.append(1)  # the error, which has the frames of the put, is still there
+        assert caught.value.details["requested_bytes"] >= 1 << 30
+    assert await ts.get("o") == BLOB
+
+
 async def _nothing_leased() -> bool:
     return not any(volume.leased_bytes for volume in (await ts.status()).volumes)
 

@@ -12,6 +12,7 @@ import pytest
 
 from torchstore_core.clients.values.codec import decode_object, encode_object, encode_pieces
 from torchstore_core.clients.values.pieces import LARGE, Pieces, address_of
+from torchstore_core.errors import UnsupportedValueError
 from torchstore_core.values import ObjectMeta
 
 _PATTERN = bytes(range(256))
@@ -48,7 +49,7 @@ IN_MSGPACK = [_large(bytes), _large(str), _large(bytearray), [_large(bytes)], MI
 def _bytes_of(pieces: Pieces) -> bytes:
     """The bytes as a transfer finds them."""
     found, end = [], 7
-    for address, offset, nbytes in pieces.runs(7):
+    for address, offset, nbytes in pieces.runs("k", 7):
         assert offset == end
         end = offset + nbytes
         found.append(ctypes.string_at(address, nbytes))
@@ -63,7 +64,7 @@ def test_pieces_are_the_bytes_of_the_object(at, wrap):
     meta, pieces = encode_pieces("k", value, allow_pickle=True)
     assert meta.codec == ("pickle" if wrap is Holder else "msgpack")
     assert isinstance(pieces, Pieces)
-    assert len(pieces.runs(0)) > 1
+    assert len(pieces.runs("k", 0)) > 1
     data = _bytes_of(pieces)
     assert encode_object("k", value, allow_pickle=True) == (meta, data)
     if wrap is Holder:  # what earlier versions stored
@@ -128,16 +129,30 @@ def test_large_buffers_are_not_copied(make, wrap):
     value = wrap(large)
     _, pieces = encode_pieces("k", value, allow_pickle=True)
     where = address_of(large if make is bytes else memoryview(large))
-    assert where in [address for address, _, _ in pieces.runs(0)]
+    assert where in [address for address, _, _ in pieces.runs("k", 0)]
 
 
 def test_nor_are_those_of_arrays():
     array = np.zeros(1 << 20)
     _, pieces = encode_pieces("k", Holder(array), allow_pickle=True)
-    assert array.ctypes.data in [address for address, _, _ in pieces.runs(0)]
+    assert array.ctypes.data in [address for address, _, _ in pieces.runs("k", 0)]
 
 
 def test_a_string_that_looks_like_a_frame_of_pickle_is_just_copied():
     value = Holder(b"\x95" + (3 * LARGE).to_bytes(8, "little") + b"_main__" + bytes(3 * LARGE - 7))
     meta, data = encode_object("k", value, allow_pickle=True)
     assert decode_object("k", meta, data, allow_pickle=True) == value
+
+
+def test_a_bytearray_is_only_kept_from_being_resized_while_it_is_copied():
+    first, second = _large(bytearray), _large(bytearray)
+    _, pieces = encode_pieces("k", [first, second], allow_pickle=True)
+    assert pieces.runs("k", 0)
+    with pytest.raises(BufferError):
+        first.append(1)
+    pieces.release()
+    first.append(1)
+    with pytest.raises(UnsupportedValueError, match="'k': a bytearray was resized"):
+        pieces.runs("k", 0)
+    pieces.release()
+    second.append(1)

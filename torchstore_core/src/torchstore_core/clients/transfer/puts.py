@@ -17,7 +17,7 @@ from torchstore_core.clients.transfer import executor
 from torchstore_core.clients.transfer.columns.batches import ColumnsPut
 from torchstore_core.clients.transfer.columns.sources import TensorColumns
 from torchstore_core.clients.transfer.moves import Batch, put_batches
-from torchstore_core.clients.transfer.sources import Source, inline_bytes
+from torchstore_core.clients.transfer.sources import Source, inline_bytes, release
 from torchstore_core.errors import StoreFullError, TorchStoreError
 from torchstore_core.values import ObjectRef
 from torchstore_core.wire import messages as m
@@ -186,7 +186,11 @@ class Putting:
     async def write(self) -> None:
         """Move the bytes. Afterwards, the caller may change the sources."""
         self._batches = self._planned()
-        await executor.execute_within(self.clock, self._session, self._channel, self._batches)
+        try:
+            await executor.execute_within(self.clock, self._session, self._channel, self._batches)
+        finally:
+            if type(self._sources) is not TensorColumns:
+                release(self._sources)
         self._sources = self._batches = ()
         self.clock.phase("copy")
 

@@ -59,7 +59,8 @@ class Source(msgspec.Struct, frozen=True, gc=False):
     def runs(self, offset: int) -> list[Run]:
         """The contiguous runs of an object's bytes, if the first of them goes to ``offset``."""
         data = self.data or b""
-        return data.runs(offset) if isinstance(data, Pieces) else Pieces([data]).runs(offset)
+        pieces = data if isinstance(data, Pieces) else Pieces([data])
+        return pieces.runs(self.key, offset)
 
     def address(self, tensor: torch.Tensor) -> int:
         """The address of the first byte of the tensor, if it has not changed since it was
@@ -181,6 +182,13 @@ def inline_bytes(source: Source) -> bytes:
     if not tensor.is_contiguous():
         tensor = byte_like(tensor).contiguous()
     return ctypes.string_at(tensor.data_ptr(), source.nbytes)
+
+
+def release(sources: Iterable[Source]) -> None:
+    """Let the buffers of objects be resized again, since no bytes are being copied any more."""
+    for source in sources:
+        if isinstance(source.data, Pieces):
+            source.data.release()
 
 
 def look_again(sources: Iterable[Source]) -> None:

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from torchstore_core.clients.values.pieces import LARGE, Pieces
+from torchstore_core.clients.values.pieces import LARGE, Buffer, Pieces
 from torchstore_core.errors import OutOfMemoryError, UnsafeObjectError, UnsupportedValueError
 from torchstore_core.values import ObjectMeta
 
@@ -114,9 +114,7 @@ def encode_pieces(key: str, value: Any, *, allow_pickle: bool) -> tuple[ObjectMe
         ) from error
 
 
-def decode_object(
-    key: str, meta: ObjectMeta, data: bytes | bytearray | memoryview, *, allow_pickle: bool
-) -> Any:
+def decode_object(key: str, meta: ObjectMeta, data: Buffer, *, allow_pickle: bool) -> Any:
     """Decode the object that :func:`encode_object` encoded as ``data``.
 
     Raises:
@@ -163,7 +161,7 @@ class _Known(dict[int, Any]):
 
     _repeated = 0
     _mark = b""
-    large: Sequence[bytes | memoryview] = ()
+    large: Sequence[Buffer] = ()
 
     def count_repeated(self, nbytes: int) -> None:
         """Count repeated bytes. Beyond the limit pickle is used, which repeats nothing."""
@@ -171,11 +169,11 @@ class _Known(dict[int, Any]):
         if self._repeated > _MAX_REPEATED:
             raise _NotExactError
 
-    def apart(self, header: bytes, buffer: bytes | memoryview) -> msgspec.Raw:
+    def apart(self, header: bytes, buffer: Buffer) -> msgspec.Raw:
         """What stands for a large buffer: its header, in which its length goes last."""
         if not self._mark:
             self._mark = os.urandom(16)  # nothing in a value can be equal to it
-            found: list[bytes | memoryview] = []
+            found: list[Buffer] = []
             self.large, self._add = found, found.append
         self._add(buffer)
         return msgspec.Raw(header + self._mark)
@@ -275,7 +273,7 @@ def _to_wire(value: Any, seen: set[int], known: _Known, depth: int) -> Any:
     if kind is bytearray:
         if len(value) >= LARGE:
             header = b"\xc9" + _length(len(value)) + bytes((_BYTEARRAY,))
-            return known.apart(header, memoryview(value))
+            return known.apart(header, value)
         return _Ext(_BYTEARRAY, bytes(value))
     members = [_to_wire(x, seen, known, depth) for x in value]
     return known.extension(_SET, _encode(members), apart)
@@ -344,18 +342,13 @@ class _Written:
         #: Takes what lies between two large buffers, or one of these.
         self.write = self._chunks.append
 
-    def _pieces(self) -> list[tuple[bytes, bytes | memoryview]]:
+    def _pieces(self) -> list[tuple[bytes, Buffer]]:
         """The large buffers, each with what lies before it; and the last one, which is empty."""
-        found: list[tuple[bytes, bytes | memoryview]] = []
+        found: list[tuple[bytes, Buffer]] = []
         frames: list[bytes] = []
         for at, chunk in enumerate(self._chunks):
-            buffer: bytes | memoryview
-            if isinstance(chunk, bytes):
-                buffer = chunk
-            else:  # an array may lie in memory column by column
-                buffer = (
-                    chunk.raw() if isinstance(chunk, pickle.PickleBuffer) else memoryview(chunk)
-                )
+            # An array may lie in memory column by column.
+            buffer = chunk.raw() if isinstance(chunk, pickle.PickleBuffer) else chunk
             if len(buffer) < LARGE or _is_frame(buffer, 0 if at else _START):
                 frames.append(bytes(buffer))
             else:
@@ -386,7 +379,7 @@ class _Written:
         return data if isinstance(data, bytes) else data.joined()
 
 
-def _is_frame(buffer: bytes | memoryview, at: int) -> bool:
+def _is_frame(buffer: Buffer, at: int) -> bool:
     """Whether this looks like a frame. A large buffer that does is only copied once more."""
     length = len(buffer) - at - 1 - _FRAME_LENGTH.size
     return buffer[at] == _FRAME and _FRAME_LENGTH.unpack_from(buffer, at + 1)[0] == length

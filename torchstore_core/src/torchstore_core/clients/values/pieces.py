@@ -5,42 +5,65 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable
 
+from torchstore_core.errors import UnsupportedValueError
 from torchstore_core.machine.copying import Run
 
+Buffer = bytes | bytearray | memoryview
 #: Buffers of at least so many bytes remain apart. Pickle, too, writes these outside of its frames.
 LARGE = 64 << 10
 
 
 class Pieces:
     """Buffers which together are the bytes of an object. Those that can be written to are memory of
-    the user's objects, which keep their size as long as this lives.
+    the user's objects.
     """
 
-    __slots__ = ("_buffers", "_nbytes")
+    __slots__ = ("_buffers", "_sizes", "_views")
 
-    def __init__(self, buffers: Iterable[bytes | memoryview]) -> None:
+    def __init__(self, buffers: Iterable[Buffer]) -> None:
         # The address of memory is only given away by what may write to it, or is a bytes object.
         self._buffers = [
             bytes(buffer) if type(buffer) is memoryview and buffer.readonly else buffer
             for buffer in buffers
             if len(buffer)
         ]
-        self._nbytes = sum(map(len, self._buffers))
+        self._sizes = [len(buffer) for buffer in self._buffers]
+        self._views: list[memoryview] = []
 
     def __len__(self) -> int:
-        return self._nbytes
+        return sum(self._sizes)
 
     def joined(self) -> bytes:
         """The bytes, copied into one object."""
         return b"".join(self._buffers)
 
-    def runs(self, offset: int) -> list[Run]:
-        """The address of each buffer, its offset if the first is at ``offset``, and its size."""
+    def runs(self, key: str, offset: int) -> list[Run]:
+        """The address of each buffer, its offset if the first is at ``offset``, and its size. No
+        buffer can be resized then, until :meth:`release`.
+
+        Raises:
+            UnsupportedValueError: a buffer was resized before; the error names ``key``.
+        """
         found: list[Run] = []
-        for buffer in self._buffers:
-            found.append((address_of(buffer), offset, len(buffer)))
-            offset += len(buffer)
+        for buffer, size in zip(self._buffers, self._sizes, strict=True):
+            if isinstance(buffer, bytearray):
+                buffer = memoryview(buffer)
+                self._views.append(buffer)
+            if len(buffer) != size:
+                raise UnsupportedValueError(
+                    f"{key!r}: a bytearray was resized while it was put; leave it alone until the "
+                    "put has returned",
+                    key=key,
+                )
+            found.append((address_of(buffer), offset, size))
+            offset += size
         return found
+
+    def release(self) -> None:
+        """The buffers have been copied, or will not be."""
+        views, self._views = self._views, []
+        for view in views:
+            view.release()
 
 
 def address_of(buffer: bytes | memoryview) -> int:
