@@ -19,7 +19,7 @@ from torchstore_core.contracts.transport import Copy, LinkContext, Segment, Serv
 from torchstore_core.machine.topology import probe
 from torchstore_core.server.memory.isolated import IsolatedServer
 from torchstore_core.server.memory.segment import open_memory
-from torchstore_rdma.engine import Engine
+from torchstore_rdma.engine import Engine, Job
 from torchstore_rdma.link import RdmaLink
 
 __all__ = ["FABRICS", "MB", "Memory", "Pair", "needs_nixl", "pair", "paused"]
@@ -139,22 +139,23 @@ async def pair(
 
 
 @contextmanager
-def paused(begun: Callable[[], bool]) -> Iterator[threading.Event]:
+def paused(begun: Callable[[], bool]) -> Iterator[list[Job]]:
     """The threads of clients, without which nothing moves, stand still from when ``begun()`` is
     true to the end: what a test does meanwhile, it does in the middle of a transfer, however late.
-    Yields what is set when they do.
+    Yields the batches that stand still.
     """
-    there, go_on, step = threading.Event(), threading.Event(), Engine._step
+    jobs: list[Job] = []
+    go_on, step = threading.Event(), Engine._step
 
-    def stand(engine: Engine, *args: Any) -> bool:
+    def stand(engine: Engine, agent: Any, peer: str, job: Job, kept: Any) -> bool:
         if begun():
-            there.set()
+            jobs.append(job)
             go_on.wait(60)
-        return step(engine, *args)
+        return step(engine, agent, peer, job, kept)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "_step", stand)
         try:
-            yield there
+            yield jobs
         finally:
             go_on.set()

@@ -13,7 +13,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from tests.support import ends_within, halt, turn, until
+from tests.support import ends_within, halt, until
 
 from torchstore_core.errors import TransportError
 from torchstore_rdma import connection as connections
@@ -31,17 +31,26 @@ _FABRICS = (pytest.param("all", marks=pytest.mark.soak), "tcp")
 _WRITES = (True, pytest.param(False, marks=pytest.mark.soak))
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients wait for the server half to say that it is over for as long as this process may be
+    kept from hearing it.
+    """
+    monkeypatch.setattr(connections, "_GOODBYE_S", 20.0)
+
+
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("fabric", _FABRICS)
 async def test_a_cancelled_write_ends_within_a_second_and_writes_no_more(
     fabric: str, tmp_path: Path
 ) -> None:
     async with pair(tmp_path, _BIG, fabric) as volume:
         link, source = await volume.link(), Memory(_BIG, 1)
-        with paused(lambda: volume.look(0, 1) == b"\1") as begun:
+        with paused(lambda: volume.look(0, 1) == b"\1") as jobs:
             writing = asyncio.ensure_future(link.write([source.copy()]))
-            await until(begun.is_set, 20)
+            await until(lambda: jobs, 20)
             writing.cancel()
-            await turn()  # in which it gives the transfer up
+            await until(lambda: jobs[0].given_up)
         assert await ends_within(writing, 1)
         assert writing.cancelled()
         assert not link.unsettled  # the server half has said that it is over
@@ -63,11 +72,11 @@ async def test_a_cancelled_read_ends_within_a_second_and_reads_no_more(
         volume.fill(7)
         link, target = await volume.link(), Memory(_BIG)
         before = volume.pid
-        with paused(lambda: target._buffer[0] == b"\7") as begun:
+        with paused(lambda: target._buffer[0] == b"\7") as jobs:
             reading = asyncio.ensure_future(link.read([target.copy()]))
-            await until(begun.is_set, 20)
+            await until(lambda: jobs, 20)
             reading.cancel()
-            await turn()
+            await until(lambda: jobs[0].given_up)
         assert await ends_within(reading, 1)
         assert reading.cancelled()
         assert 0 < target.count(7) < _BIG
@@ -114,21 +123,19 @@ async def test_a_peer_that_is_stopped(write: bool, tmp_path: Path) -> None:
     assert not said
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("write", _WRITES)
-async def test_a_peer_that_goes_on_while_a_call_is_cancelled(
-    write: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_peer_that_goes_on_while_a_call_is_cancelled(write: bool, tmp_path: Path) -> None:
     """It says that it is over, and survives: the client must not leave before."""
-    monkeypatch.setattr(connections, "_GOODBYE_S", 20.0)  # so long this test may take to let it go
     async with pair(tmp_path, _BIG, "tcp") as volume:
         volume.fill(7)
         link, mine = await volume.link(), Memory(_BIG, 1)
         before = volume.pid
         connection = link._connection
         assert connection is not None
-        with paused(lambda: volume.look(0, 1) == b"\1" or mine._buffer[0] == b"\7") as begun:
+        with paused(lambda: volume.look(0, 1) == b"\1" or mine._buffer[0] == b"\7") as jobs:
             moving = asyncio.ensure_future((link.write if write else link.read)([mine.copy()]))
-            await until(begun.is_set, 20)
+            await until(lambda: jobs, 20)
             await halt(before)
         moving.cancel()
         await until(lambda: connection.gone)  # the time to end by itself is over
@@ -156,9 +163,9 @@ async def test_a_server_half_that_is_killed_is_replaced_within_the_call(
         volume.fill(7)
         link, mine = await volume.link(), Memory(_BIG, 1)
         before = volume.pid
-        with paused(lambda: volume.look(0, 1) == b"\1" or mine._buffer[0] == b"\7") as begun:
+        with paused(lambda: volume.look(0, 1) == b"\1" or mine._buffer[0] == b"\7") as jobs:
             moving = asyncio.ensure_future((link.write if write else link.read)([mine.copy()]))
-            await until(begun.is_set, 20)
+            await until(lambda: jobs, 20)
             os.kill(before, signal.SIGKILL)
         await moving
         assert not link.unsettled
@@ -172,9 +179,9 @@ async def test_a_server_half_that_is_killed_is_replaced_within_the_call(
 async def test_a_server_half_that_is_gone_for_good_fails_the_call(tmp_path: Path) -> None:
     async with pair(tmp_path, _BIG, "tcp") as volume:
         link, mine = await volume.link(), Memory(_BIG, 1)
-        with paused(lambda: volume.look(0, 1) == b"\1") as begun:
+        with paused(lambda: volume.look(0, 1) == b"\1") as jobs:
             writing = asyncio.ensure_future(link.write([mine.copy()]))
-            await until(begun.is_set, 20)
+            await until(lambda: jobs, 20)
             await volume.server.close()
         with pytest.raises(TransportError):
             await asyncio.wait_for(writing, 5)

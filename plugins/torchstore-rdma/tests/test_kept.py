@@ -180,9 +180,9 @@ async def test_memory_in_use_outlives_its_owner_until_the_batch_has_ended(tmp_pa
         block = target._buffer
         tensor = torch.frombuffer(block, dtype=torch.uint8)
         volume.put(0, b"\7")
-        with paused(lambda: bytes(block[:1]) == b"\7") as begun:
+        with paused(lambda: bytes(block[:1]) == b"\7") as jobs:
             reading = asyncio.ensure_future(_read(link, [tensor]))
-            await until(begun.is_set, 20)
+            await until(lambda: jobs, 20)
             del tensor
         await asyncio.wait_for(reading, 60)
         await until(lambda: link.kept()[0] == 0)
@@ -195,9 +195,9 @@ async def test_a_connection_that_ends_within_a_batch_leaves_nothing_locked(tmp_p
         connection = link._connection
         assert connection is not None
         assert connection._engine is not None
-        with paused(lambda: is_locked(_page(tensor))) as begun:
+        with paused(lambda: is_locked(_page(tensor))) as jobs:
             reading = asyncio.ensure_future(_read(link, [tensor]))
-            await until(begun.is_set, 20)
+            await until(lambda: jobs, 20)
             link.close()
         with pytest.raises(TransportError):
             await asyncio.wait_for(reading, 20)
