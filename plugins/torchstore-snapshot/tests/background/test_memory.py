@@ -153,6 +153,49 @@ async def test_a_budget_holds_after_a_take_without_and_memory_is_given_back(tmp_
         await script.output(30)
 
 
+_STOPPED = """
+import os, signal
+from tests.support import children, commands, halt, until
+from torchstore_snapshot import Snapshot, StateDict
+from torchstore_snapshot.background.stores import bounded_name
+folder, budget = {folder!r}, {budget}
+small = {{"m": StateDict(w=torch.ones(9))}}
+Snapshot.async_take(folder + "/before", small, fsync=False, memory_budget=budget).wait(60)
+(writer,) = commands(b"torchstore_snapshot.background.writer", children())
+
+def written():
+    with open(f"/proc/{{writer}}/io") as file:
+        return int(file.read().split("wchar:")[1].split()[0])
+
+async def two_batches_are_there():
+    volumes = (await ts.status(store_name=bounded_name())).volumes
+    return sum(volume.used_bytes for volume in volumes) >= budget
+
+# Each batch ends in the middle of a row, of which a small part is staged by itself.
+state = {{"m": StateDict(w=torch.empty(6 << 10, 4 << 10).fill_(1).t())}}
+begun = written()
+take = asyncio.create_task(asyncio.to_thread(
+    Snapshot.async_take, folder + "/s", state, fsync=False, memory_budget=budget
+))
+await until(lambda: written() > begun + (1 << 20))
+await halt(writer)
+try:
+    await until(two_batches_are_there)
+finally:
+    os.kill(writer, signal.SIGCONT)
+(await take).wait(60)
+print("written")
+"""
+
+
+async def test_all_memory_of_a_batch_comes_back_in_one_step(tmp_path: Path) -> None:
+    """When it was written: if small parts of it came back when they were read, what is put next
+    would be put there, and the large ones after it would not fit where large ones were.
+    """
+    with Script(_STOPPED.format(folder=str(tmp_path), budget=64 * MIB)) as script:
+        assert (await script.output(90)).split() == ["written"]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_ranges_of_any_tensor_are_its_bytes(seed: int) -> None:
     torch.manual_seed(seed)

@@ -88,7 +88,12 @@ class WrittenTake:
                 self._open(message)
             case m.Batch():
                 self._write(message)
+                # The program, which is told next, puts more at once. Small tensors are given back as
+                # soon as they are read, large ones when they are gone: with the memory of the small
+                # ones in use again, the next large ones would not fit into what is left. So all of
+                # it is given back in one step.
                 _wait_released(message.address)
+                self._program.release(message)
                 m.send(self._connection, m.Wrote(message.job))
             case m.Finish():
                 self._finish()
@@ -132,8 +137,6 @@ class WrittenTake:
                 "everything was written; the take is not committed, take the snapshot again",
                 details={"path": self._join.url},
             ) from error
-        # The lease keeps the memory until the tensors are gone, and the store needs it soon.
-        self._program.release(batch)
         files.write(_sources(batch, staged))
 
     def _finish(self) -> None:
@@ -192,9 +195,7 @@ class WrittenTake:
 
 
 def _wait_released(address: str) -> None:
-    """Wait until the store has the memory of what was written: the program, which is told next,
-    stages more at once, and would take memory beyond the budget.
-    """
+    """Wait until nothing in the store is leased any more that was written."""
     with contextlib.suppress(TorchStoreError):  # the store has ended; what was read is written
         client = ts.connect(address, store_name=STORE)
         thread_loops.run(wait_released(client._client, _RELEASE_S), "async_take")
