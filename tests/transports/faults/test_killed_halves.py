@@ -89,41 +89,41 @@ async def _kill_now_and_then(server: int, dice: random.Random, killed: list[int]
                 killed.append(pid)
 
 
-async def _others_carry_on(address: str, done: asyncio.Event) -> int:
-    """A client of another transport sees none of it. Returns how often it has put and got."""
+async def _others_carry_on(address: str, done: asyncio.Event, rounds: list[int]) -> None:
+    """A client of another transport sees none of it; ``rounds`` in which it has put and got."""
     client = await ts.connect(address, store_name="others", prefer=["tcp"])
-    count = 0
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*'tcp'")
         while not done.is_set():
-            value = torch.full((MB,), count % 200, dtype=torch.uint8)
+            value = torch.full((MB,), len(rounds) % 200, dtype=torch.uint8)
             await client.put("others", value)
             assert torch.equal(await client.get("others", torch.zeros_like(value)), value)
-            count += 1
+            rounds.append(len(rounds))
     assert {entry["chosen"] for entry in await client.explain()} == {"tcp"}
     await ts.shutdown("others")
-    return count
 
 
 async def _killed_again_and_again(name: str, work: str, kills: int) -> None:
     dice = random.Random(f"{name} {work}")
     killed: list[int] = []
+    rounds: list[int] = []
     async with running_store(prefer=[name], capacity=_CAPACITY, prefault=0) as client:
         server = (await client.status()).controller_pid
         await client.put("grid", torch.arange(_SIDE * _SIDE).view(_SIDE, _SIDE).float())
         done = asyncio.Event()
-        others = asyncio.ensure_future(_others_carry_on(await ts.address(), done))
+        others = asyncio.ensure_future(_others_carry_on(await ts.address(), done, rounds))
         killing = asyncio.ensure_future(_kill_now_and_then(server, dice, killed))
         try:
             seed = 0
-            while len(set(killed)) < kills:
+            while len(set(killed)) < kills or not rounds:
                 seed += 1
                 await asyncio.wait_for(WORK[work](client, seed), 30)
-                assert not others.done() or await others
+                if others.done():
+                    await others
         finally:
             killing.cancel()
             done.set()
-        assert await others > 0
+        await others
 
         async def used_again() -> bool:
             await WORK[work](client, 1)
