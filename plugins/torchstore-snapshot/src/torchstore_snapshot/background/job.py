@@ -88,10 +88,10 @@ class WrittenTake:
                 self._open(message)
             case m.Batch():
                 self._write(message)
-                # The program, which is told next, puts more at once. Small tensors are given back as
-                # soon as they are read, large ones when they are gone: with the memory of the small
-                # ones in use again, the next large ones would not fit into what is left. So all of
-                # it is given back in one step.
+                # The program, which is told next, puts more at once. Small tensors are given back
+                # as soon as they are read, large ones when they are gone: with the memory of the
+                # small ones in use again, the next large ones would not fit into what is left. So
+                # all of it is given back in one step.
                 _wait_released(message.address)
                 self._program.release(message)
                 m.send(self._connection, m.Wrote(message.job))
