@@ -24,7 +24,7 @@ from torchstore_snapshot import Snapshot, StateDict
 from torchstore_snapshot.restoring.restore import Verify
 
 RAW, FLUSHED, CACHED = "raw parallel write", "raw write and fsync", "page cache into memory"
-COPIES = ("streaming copy", "memmove")
+COPIES, PLAIN = ("streaming copy", "memmove"), "copy_ of each tensor"
 PEER = "torchsnapshot"
 _CHUNK = 16 << 20
 _STEP = 1 << 20
@@ -164,6 +164,7 @@ class SnapshotFiles:
             name: (lambda stream=stream: timed_call(lambda: self._copy(stream=stream)))
             for name, stream in zip(COPIES, (True, False), strict=True)
         }
+        ways[PLAIN] = lambda: timed_call(lambda: self._fill(self._state))
         ways["restore"] = lambda: restore(verify=True)
         ways["restore, streaming"] = lambda: restore(verify="streaming")
         ways["restore, verify=False"] = lambda: restore(verify=False)
@@ -195,21 +196,20 @@ class SnapshotFiles:
 
     def _loader(self, name: str) -> Callable[[], object]:
         path = self._folder / name
-
-        def fill(loaded: dict[str, torch.Tensor]) -> None:
-            for key, tensor in self._target.items():
-                tensor.copy_(loaded[key])
-
         if name == "torch.save":
-            return lambda: fill(torch.load(path))
+            return lambda: self._fill(torch.load(path))
         if name == "safetensors":
-            return lambda: fill(load_file(path))
+            return lambda: self._fill(load_file(path))
         if name == "dcp.save":
             return lambda: dcp.load(self._target, checkpoint_id=path, no_dist=True)
         import torchsnapshot
 
         state = {"model": torchsnapshot.StateDict(**self._target)}
         return lambda: torchsnapshot.Snapshot(str(path)).restore(state)
+
+    def _fill(self, loaded: dict[str, torch.Tensor]) -> None:
+        for key, tensor in self._target.items():
+            tensor.copy_(loaded[key])
 
 
 def _pieces(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[int, int, int]]:
