@@ -108,15 +108,18 @@ class InPut:
     ) -> None:
         self._session = session
         self._channel = channel
-        self._every: list[tuple[int, Lent]] = []
-        if type(sources) is not TensorColumns:
-            self._every = [(at, one.lent) for at, one in enumerate(sources) if one.lent]
+        self._every: list[Lent] = []
+        self._tickets: m.Lent = []
+        if type(sources) is TensorColumns:
+            return
         place = session.holder.place
-        self._tickets = [(at, lent.at(sources[at].key, place)) for at, lent in self._every]
+        for at, key, lent in [(at, s.key, s.lent) for at, s in enumerate(sources) if s.lent]:
+            self._every.append(lent)
+            self._tickets.append((at, lent.at(key, place)))
 
     def send(self) -> m.Lent:
         """What the put says, which is sent now."""
-        for _, lent in self._every:
+        for lent in self._every:
             lent.is_sent = True
         return self._tickets
 
@@ -137,7 +140,7 @@ class InPut:
             if tickets:
                 self._channel.send(m.TakeBack(tickets))
         except TorchStoreError:
-            for _, lent in self._every:
+            for lent in self._every:
                 lent.take_back()
 
 
