@@ -265,3 +265,22 @@ async def test_the_same_tensor_may_be_the_destination_of_several_equal_values(sh
     assert torch.equal(mine, value)
     assert got["0"] is mine
     assert got["1"] is parameter
+
+
+@SIZES
+@MANY
+async def test_different_values_are_not_written_to_the_same_tensor(shared, count, rows):
+    values = {f"{at}": torch.full((rows, COLUMNS), float(at > 0)) for at in range(count)}
+    await ts.put_batch(values)
+    mine = torch.full((rows, COLUMNS), -1.0)
+    last = count - 1
+    for first, second in ((0, last), (last, 0)):
+        apart = {name: torch.empty_like(value) for name, value in values.items()}
+        pair = {f"{first}": mine, f"{second}": mine.view(rows, COLUMNS)}
+        ordered = {**pair, **{name: one for name, one in apart.items() if name not in pair}}
+        with pytest.raises(
+            ts.LayoutMismatchError, match="to the same tensor, and differ"
+        ) as caught:
+            await ts.get_batch(ordered)
+        assert caught.value.details == {"overlapping": ["0", f"{last}"]}
+        assert torch.equal(mine, values[f"{first}"])  # whole, and no mixture
