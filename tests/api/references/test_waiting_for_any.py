@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+import pickle
 import signal
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -85,14 +88,51 @@ async def test_an_evicted_version_is_not_waited_for() -> None:
 async def test_references_of_another_store_are_refused(shared: ts.Client) -> None:
     async with running_store(timeout=20, capacity=1 << 20, store_name="other") as other:
         held = await other.put_object([1])
-        for call in (shared.wait_any([held], timeout=1), shared.free([held])):
-            with pytest.raises(ts.VersionGoneError, match="belongs to store 'other'") as raised:
-                await call
-            assert raised.value.details["incarnation"] == held.ref.incarnation
+        for ref in (held, held.ref, await other.put("w", 1)):
+            for call in (shared.wait_any, shared.free):
+                with pytest.raises(ts.VersionGoneError, match="belongs to store 'other'") as raised:
+                    await call([ref])
+                assert raised.value.details["incarnation"] == held.ref.incarnation
         with pytest.raises(ts.VersionGoneError, match="belongs to another store"):
             await shared.get(held)
         assert await other.get(held) == [1]
-        del held
+        gone = held.ref
+        del held, ref, call, raised
+    assert await shared.wait_any([gone], timeout=20) == ([gone], [])
+
+
+async def test_what_is_put_has_no_references_to_another_store_in_it(shared: ts.Client) -> None:
+    """This store could not keep alive what they refer to."""
+    async with running_store(timeout=20, capacity=1 << 20, store_name="other") as other:
+        held, own = await other.put_object([1]), await shared.put_object(1)
+        for put in (
+            shared.put("k", {"ref": held}),
+            shared.put("k", [own, held, bytes(1 << 20)]),
+            shared.put_batch({"k": [held], "l": 1}),
+            shared.put_state_dict({"a": 1, "refs": (held,)}, "s"),
+            shared.put_object(held),
+        ):
+            with pytest.raises(ts.UnsupportedValueError, match="is in store 'other', which store"):
+                await put
+        del put
+        assert await shared.keys() == []
+        await shared.put("k", [held.ref, pickle.dumps(held), own])
+        ref, pickled, _ = await shared.get("k")
+        assert ref == held.ref
+        assert await other.get(ref) == [1]
+
+        async def in_flight() -> int:
+            gc.collect()  # the errors and their frames
+            holders = [holder for one in await other.refs() for holder in one.holders]
+            return [holder.state for holder in holders].count("in flight")
+
+        await until(lambda: _is(in_flight, 1))
+        await other.free([pickle.loads(pickled)])
+    await shared.delete("k")
+
+
+async def _is(asked: Callable[[], Awaitable[int]], count: int) -> bool:
+    return await asked() == count
 
 
 async def test_what_is_no_list_of_references_is_refused(shared: ts.Client) -> None:

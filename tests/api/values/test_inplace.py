@@ -177,12 +177,12 @@ async def test_destinations_that_share_memory_with_themselves_are_refused(shared
 
 async def test_destinations_that_are_no_memory_are_refused(shared):
     await ts.put("t", torch.ones(4))
-    with pytest.raises(ts.UnsupportedValueError, match="meta"):
+    with pytest.raises(ts.UnsupportedValueError, match=r"meta tensor .* cannot be filled; give a"):
         await ts.get("t", torch.empty(4, device="meta"))
-    with pytest.raises(ts.UnsupportedValueError, match="sparse"):
+    with pytest.raises(ts.UnsupportedValueError, match=r"sparse tensor .* cannot be filled"):
         await ts.get("t", torch.zeros(4).to_sparse())
     await ts.put("c", torch.ones(4, dtype=torch.complex64))
-    with pytest.raises(ts.UnsupportedValueError, match="conjugate"):
+    with pytest.raises(ts.UnsupportedValueError, match=r"conjugate .* cannot be filled"):
         await ts.get("c", torch.zeros(4, dtype=torch.complex64).conj())
     for wrong in ([0.0] * 4, 4, "t"):
         with pytest.raises(ts.LayoutMismatchError, match="not a tensor"):
@@ -265,3 +265,22 @@ async def test_the_same_tensor_may_be_the_destination_of_several_equal_values(sh
     assert torch.equal(mine, value)
     assert got["0"] is mine
     assert got["1"] is parameter
+
+
+@SIZES
+@MANY
+async def test_different_values_are_not_written_to_the_same_tensor(shared, count, rows):
+    values = {f"{at}": torch.full((rows, COLUMNS), float(at > 0)) for at in range(count)}
+    await ts.put_batch(values)
+    mine = torch.full((rows, COLUMNS), -1.0)
+    last = count - 1
+    for first, second in ((0, last), (last, 0)):
+        apart = {name: torch.empty_like(value) for name, value in values.items()}
+        pair = {f"{first}": mine, f"{second}": mine.view(rows, COLUMNS)}
+        ordered = {**pair, **{name: one for name, one in apart.items() if name not in pair}}
+        with pytest.raises(
+            ts.LayoutMismatchError, match="to the same tensor, and differ"
+        ) as caught:
+            await ts.get_batch(ordered)
+        assert caught.value.details == {"overlapping": ["0", f"{last}"]}
+        assert torch.equal(mine, values[f"{first}"])  # whole, and no mixture

@@ -234,3 +234,57 @@ def test_a_keeper_that_may_start_no_process_waits_until_it_may() -> None:
             assert said, "the keeper has ended"
         keeper.stdin.close()
         assert keeper.wait(20) == 0
+
+
+# Its server leaves more with a keeper that is stopped than the kernel takes for it, and goes on.
+STOPPED = """
+import asyncio, os, signal
+from torchstore_core.errors import StoreFullError
+from torchstore_core.server.keeping import link
+from torchstore_core.server.keeping.keeper import Keeper
+
+link._LATE_S = 0.1
+COUNT = 600
+
+async def main(keeper):
+    late, answers = asyncio.Event(), asyncio.Queue()
+    keeper.watch(exit, exit)
+    keeper.late = late.set
+    pipe, _ = os.pipe()
+    keeper.ready()
+    os.kill(os.getppid(), signal.SIGSTOP)
+    before = len(os.listdir("/proc/self/fd"))
+    for at in range(COUNT):
+        keeper.keep(str(at), pipe)
+    await late.wait()
+    assert len(os.listdir("/proc/self/fd")) > before  # copies of what could not be sent
+    for at in range(COUNT):
+        if at % 3:
+            keeper.drop(str(at))
+    keeper.keep("3", pipe, said="last")
+    try:
+        keeper.rename("0", "renamed")
+    except StoreFullError:
+        keeper.ask_to_keep("end", pipe, answers.put_nowait)
+    os.kill(os.getppid(), signal.SIGCONT)
+    assert await answers.get() is True
+    assert len(os.listdir("/proc/self/fd")) == before
+    keeper.rename("0", "renamed")
+    os.abort()
+
+def serve(keeper):
+    if keeper.life == 1:
+        asyncio.run(main(keeper))
+    names = [str(at) for at in range(3, COUNT, 3)]
+    assert sorted(keeper.names()) == sorted(["end", "renamed", *names]), keeper.names()
+    assert keeper.facts["said"] == "last"
+    return 0
+
+raise SystemExit(Keeper(serve, print).run())
+"""
+
+
+def test_a_server_does_not_wait_for_a_keeper_that_is_stopped() -> None:
+    program = [sys.executable, "-c", STOPPED]
+    ended = subprocess.run(program, text=True, timeout=60, stderr=subprocess.PIPE, check=False)
+    assert ended.returncode == 0, ended.stderr

@@ -336,7 +336,7 @@ class Client(VolumeOperations):
             KeyNotFoundError: ``details["missing"]`` lists all missing keys.
             ConfigurationError: a key is requested twice, at different versions or slices.
             LayoutMismatchError: also if two destinations overlap in memory; they may be the very
-                same tensor.
+                same tensor if the values are the same.
             Everything that ``get`` raises.
         """
         with self._watch("get_batch", timeout) as clock:

@@ -14,7 +14,8 @@ class HolderReport(msgspec.Struct, frozen=True):
         where: the line of the program that made it, as ``file:line in function``; empty unless that
             process ran with ``TORCHSTORE_TRACE_REFS=1``.
         state: ``"held"``; ``"in flight"``: sent, and not received yet; ``"received"``: received,
-            and kept for a while in case that the same bytes are received once more; ``"orphan"``:
+            and kept for a while in case that the same bytes are received once more; ``"in a
+            value"``: part of what this store has, which keeps it; ``"orphan"``:
             the way to the process is lost, and nobody can say whether it has ended.
     """
 

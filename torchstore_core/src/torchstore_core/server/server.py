@@ -329,6 +329,7 @@ class Server:
 
         keep_log()
         self._keep_log, keeper.unkept = keep_log, self._unkept
+        keeper.late = journal.keeper_is_late
         controller.restore()
         if self.members is not None:
             self.members.restored(controller.sessions.values())

@@ -10,6 +10,7 @@ from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.calls.incarnations import check_incarnation, refs_of
 from torchstore_core.clients.calls.key_operations import KeyOperations
 from torchstore_core.clients.session.held_ref import HeldRef, caller
+from torchstore_core.clients.session.holder import known_place
 from torchstore_core.clients.session.session import Session
 from torchstore_core.errors import (
     ConfigurationError,
@@ -71,7 +72,8 @@ class ReferenceOperations(KeyOperations):
         Args:
             refs: keys, which are ready when they have a complete version; ``ObjectRef``, which are
                 ready when their key has, or ever had, that version or a newer one, or was rewound
-                to before it; ``HeldRef``, which always are. Each at most once.
+                to before it; ``HeldRef``, which always are. Those of an incarnation of the store
+                that is gone are ready, too. Each at most once.
             num_returns: how many to wait for.
             timeout: seconds after which this returns with fewer; 0: at once; None: it takes as long
                 as it takes, whatever the store's timeout is.
@@ -83,7 +85,7 @@ class ReferenceOperations(KeyOperations):
         Raises:
             ConfigurationError: ``num_returns`` is not between 1 and the number of refs, or one of
                 the refs comes twice.
-            VersionGoneError: one of them is held in another store.
+            VersionGoneError: one of them belongs to another store.
             UnsupportedValueError: something else than keys and references is given.
             StoreClosedError: the server has ended.
         """
@@ -110,7 +112,7 @@ class ReferenceOperations(KeyOperations):
         self, refs: list[AnyRef], count: int, clock: Clock, for_ever: bool
     ) -> list[bool]:
         session, channel = self._here(clock) or await self._join(clock)
-        _check_held_here(refs, session)
+        _check_here(refs, session)
         named = [_awaited(ref, session.welcome.incarnation) for ref in refs]
         if clock.timeout != 0:
             request = m.WaitAny(channel.next_id(), named, count)
@@ -138,7 +140,7 @@ class ReferenceOperations(KeyOperations):
 
         Raises:
             UnsupportedValueError: something else than references is given.
-            VersionGoneError: one of them is held in another store.
+            VersionGoneError: one of them belongs to another store.
         """
         with self._watch("free", timeout) as clock:
             given = _listed(refs)
@@ -149,7 +151,7 @@ class ReferenceOperations(KeyOperations):
             if not named:
                 return 0
             session, channel = self._here(clock) or await self._join(clock)
-            _check_held_here(given, session)
+            _check_here(given, session)
             current = session.welcome.incarnation
             here = [ref for ref in named if ref.incarnation in (0, current)]
             which = [(r.key, r.version, r.timeline if r.incarnation else -1) for r in here]
@@ -202,23 +204,28 @@ def _listed(refs: Iterable[R]) -> list[R]:
     return list(refs)
 
 
-def _check_held_here(refs: Iterable[object], session: Session) -> None:
-    """Check that no reference is one of another store, where it is held.
+def _check_here(refs: Iterable[object], session: Session) -> None:
+    """Check that no reference is one of another store: where it is held, or one that this process
+    is connected to. All others of another incarnation are of one that is gone.
 
     Raises:
         VersionGoneError: one is.
     """
     here = session.welcome
     for ref in refs:
-        if not isinstance(ref, HeldRef) or ref.ref.incarnation in (0, here.incarnation):
+        of = ref.ref if isinstance(ref, HeldRef) else ref
+        if not isinstance(of, ObjectRef) or of.incarnation in (0, here.incarnation):
             continue
-        if ref.store_name != here.store_name:
+        place = known_place(of.incarnation)
+        name = ref.store_name if isinstance(ref, HeldRef) else here.store_name
+        if place is not None or name != here.store_name:
             raise VersionGoneError(
-                f"{ref!r} belongs to store {ref.store_name!r}, and this is store "
-                f"{here.store_name!r}: ask that store",
-                key=ref.key,
+                f"{ref!r} belongs to store {(place.name if place else name)!r} (incarnation "
+                f"{of.incarnation}), and this is store {here.store_name!r} (incarnation "
+                f"{here.incarnation}): ask that store",
+                key=of.key,
                 details={
-                    "incarnation": ref.ref.incarnation,
+                    "incarnation": of.incarnation,
                     "current_incarnation": here.incarnation,
                 },
             )

@@ -12,7 +12,12 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torchstore_core.clients.session.holder import Holder, StorePlace, holder_of
-from torchstore_core.errors import StoreClosedError, StoreTimeoutError, TorchStoreError
+from torchstore_core.errors import (
+    StoreClosedError,
+    StoreTimeoutError,
+    TorchStoreError,
+    UnsupportedValueError,
+)
 from torchstore_core.values import ObjectRef
 
 T = TypeVar("T")
@@ -52,7 +57,7 @@ class HeldRef:
     the version until the process that has encoded them ends, or until ``free``.
 
     A value that is put with references in it (an object, or an entry of a state dict) keeps what
-    they refer to as long as it is there itself.
+    they refer to as long as it is there itself. They are of the store that it is put into.
 
     A receiver on the host of the sender holds a reference from the moment when it is decoded. On
     another host, it has to have joined the store; otherwise it holds it from its first call on.
@@ -298,13 +303,22 @@ class Lent:
         """One more was encoded; it is held by ``holder``."""
         self._tickets.setdefault(holder, []).append(ticket)
 
-    def at(self, incarnation: int) -> list[int]:
-        """The tickets of those that belong to one store."""
-        found: list[int] = []
-        for holder, numbers in self._tickets.items():
-            if holder.place.incarnation == incarnation:
-                found += numbers
-        return found
+    def at(self, key: str, place: StorePlace) -> list[int]:
+        """The tickets, for the store that is to keep them with the value of ``key``.
+
+        Raises:
+            UnsupportedValueError: one belongs to another store.
+        """
+        for holder in self._tickets:
+            if holder.place.incarnation != place.incarnation:
+                raise UnsupportedValueError(
+                    f"{key!r} has a reference in it to what is in store {holder.place.name!r}, "
+                    f"which store {place.name!r} cannot keep alive there. Put its `ref`, which "
+                    "keeps nothing alive, or the bytes that pickle makes of it, which are in "
+                    "flight as long as this process lives",
+                    key=key,
+                )
+        return [number for numbers in self._tickets.values() for number in numbers]
 
     def take_back(self) -> None:
         """Nobody has the value, but for the store that it was sent to, if it was. A forked child

@@ -409,6 +409,15 @@ _opened: dict[int, Holder] = {}
 _lock = threading.RLock()
 
 
+def known_place(incarnation: int) -> StorePlace | None:
+    """The store of that incarnation, if this process is connected to it."""
+    with _lock:
+        for holder in list(_holders):
+            if holder._connection is not None and holder.place.incarnation == incarnation:
+                return holder.place
+    return None
+
+
 def holder_of(place: StorePlace) -> Holder | None:
     """The holder of this process at a store, which is opened if need be; None if the store cannot
     be reached from here at this moment, by what a reference says of it.

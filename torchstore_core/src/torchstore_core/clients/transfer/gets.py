@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -29,7 +29,7 @@ from torchstore_core.clients.transfer.targets import (
 )
 from torchstore_core.clients.values.plain import MANY
 from torchstore_core.clients.values.sharding import is_sharded, local_parts
-from torchstore_core.clients.values.tensors import plain_slice
+from torchstore_core.clients.values.tensors import byte_like, plain_slice
 from torchstore_core.errors import (
     LayoutMismatchError,
     TorchStoreError,
@@ -38,6 +38,8 @@ from torchstore_core.errors import (
 )
 from torchstore_core.values import ObjectRef, Request, TensorSlice
 from torchstore_core.wire import messages as m
+
+T = TypeVar("T", Target, Plain)
 
 
 class ValueRequest(msgspec.Struct, frozen=True, gc=False):
@@ -149,8 +151,10 @@ async def get_asks(
             )
             located = await channel.call(request, m.Located, clock.left(), quick=quick)
             clock.phase("plan")
-            targets, whole = _targets(leasing, located.entries, located.leased, asks)
-            return await leasing.read(targets, allow_pickle, whole), located.entries
+            targets, whole, again = _targets(leasing, located.entries, located.leased, asks)
+            values = await leasing.read(targets, allow_pickle, whole)
+            _check_same(values, again, asks)
+            return values, located.entries
 
 
 async def get_named(
@@ -171,8 +175,10 @@ async def get_named(
                     return Found(values, columns.version_of()[0])
                 entries = entries_of(columns)
             asks = requests_of(named)
-            targets, whole = _targets(leasing, entries, located.leased, asks)
-            return await leasing.read(targets, allow_pickle, whole), entries
+            targets, whole, again = _targets(leasing, entries, located.leased, asks)
+            got = await leasing.read(targets, allow_pickle, whole)
+            _check_same(got, again, asks)
+            return got, entries
 
 
 class Found(NamedTuple):
@@ -193,8 +199,10 @@ def requests_of(named: Named) -> list[ValueRequest]:
 
 def _targets(
     leasing: Leasing, entries: list[m.Entry], leased: bool, asks: Sequence[ValueRequest]
-) -> tuple[list[Target], list[Plain]]:
-    """Check everything that was located, before any bytes are moved."""
+) -> tuple[list[Target], list[Plain], dict[int, int]]:
+    """Check everything that was located, before any bytes are moved. What is given a destination
+    again gets a new tensor, and comes with the first one; see :func:`_check_same`.
+    """
     starts = leasing.granted(entries, leased)
     if leasing.avoid:
         leasing.check(entries)
@@ -204,9 +212,8 @@ def _targets(
             resolve(at, start, ask.key, entry, ask.tensor, ask.part)
             for at, (ask, entry, start) in enumerate(found)
         ]
-        if len(targets) > 1:
-            check_apart(targets, ())
-        return targets, []
+        again = check_apart(targets, ()) if len(targets) > 1 else {}
+        return _once(targets, again), [], again
     plain = plain_targets(
         [ask.key for ask in asks],
         entries,
@@ -220,8 +227,35 @@ def _targets(
         if plain[at] is None
     ]
     whole = [one for one in plain if one is not None]
-    check_apart(targets, whole)
-    return targets, whole
+    again = check_apart(targets, whole)
+    return _once(targets, again), _once(whole, again), again
+
+
+def _once(targets: list[T], again: Mapping[int, int]) -> list[T]:
+    if not again:
+        return targets
+    replace = msgspec.structs.replace
+    return [replace(one, tensor=None) if one.at in again else one for one in targets]
+
+
+def _check_same(
+    values: Mapping[int, Any], again: Mapping[int, int], asks: Sequence[ValueRequest]
+) -> None:
+    """Check that values which were to be written to the same tensor are the same.
+
+    Raises:
+        LayoutMismatchError: two are not. The tensor has the first of them.
+    """
+    for at, first in again.items():
+        there = byte_like(values[first])
+        if not torch.equal(there, byte_like(values[at]).view(there.shape).to(there.device)):
+            both = [asks[first].key, asks[at].key]
+            raise LayoutMismatchError(
+                f"{both[0]!r} and {both[1]!r} were to be written to the same tensor, and differ: "
+                f"it has the value of {both[0]!r} now; give each of them memory of its own",
+                key=both[1],
+                details={"overlapping": sorted(both)},
+            )
 
 
 async def _timelines(

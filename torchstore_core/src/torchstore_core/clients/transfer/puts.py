@@ -96,25 +96,32 @@ class InPut:
 
     The put says what is lent, so the server knows what its values have in them whatever becomes of
     the client. It does not know that of a put that it has refused, or has not read yet.
+
+    Raises:
+        UnsupportedValueError: one of them belongs to another store.
     """
 
-    __slots__ = ("_channel", "_every", "_session")
+    __slots__ = ("_channel", "_every", "_session", "_tickets")
 
     def __init__(
         self, session: Session, channel: Channel, sources: Sequence[Source] | TensorColumns
     ) -> None:
         self._session = session
         self._channel = channel
-        self._every: list[tuple[int, Lent]] = []
-        if type(sources) is not TensorColumns:
-            self._every = [(at, one.lent) for at, one in enumerate(sources) if one.lent]
+        self._every: list[Lent] = []
+        self._tickets: m.Lent = []
+        if type(sources) is TensorColumns:
+            return
+        place = session.holder.place
+        for at, key, lent in [(at, s.key, s.lent) for at, s in enumerate(sources) if s.lent]:
+            self._every.append(lent)
+            self._tickets.append((at, lent.at(key, place)))
 
     def send(self) -> m.Lent:
         """What the put says, which is sent now."""
-        for _, lent in self._every:
+        for lent in self._every:
             lent.is_sent = True
-        incarnation = self._session.welcome.incarnation
-        return [(at, lent.at(incarnation)) for at, lent in self._every]
+        return self._tickets
 
     def undo(self, txn: int) -> None:
         """The put was refused, or is given up. It may have been read, but is not read later."""
@@ -128,12 +135,12 @@ class InPut:
 
     def take_back(self) -> None:
         """The put was aborted, too: nobody has the values, unless it was complete."""
-        tickets = [number for _, numbers in self.send() for number in numbers]
+        tickets = [number for _, numbers in self._tickets for number in numbers]
         try:
             if tickets:
                 self._channel.send(m.TakeBack(tickets))
         except TorchStoreError:
-            for _, lent in self._every:
+            for lent in self._every:
                 lent.take_back()
 
 

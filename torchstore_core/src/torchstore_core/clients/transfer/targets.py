@@ -234,26 +234,30 @@ def resolve(
     return Target(at, key, None, dtype, shape, destination, pieces, nbytes)
 
 
-def check_apart(targets: Iterable[Target], plain: Iterable[Plain]) -> None:
+def check_apart(targets: Iterable[Target], plain: Iterable[Plain]) -> dict[int, int]:
     """Check that no two destinations share a part of their memory, as both would be written at
     once. Tied weights, the same view given twice, may stand for values that are the same.
+
+    Returns:
+        Which targets have the same view as an earlier one, with the first of these, each by ``at``.
 
     Raises:
         LayoutMismatchError: names two of them.
     """
-    whole = [(one.key, one.tensor, one.entry.nbytes) for one in plain if one.tensor is not None]
+    whole = [(one, one.tensor, one.entry.nbytes) for one in plain if one.tensor is not None]
     others = [
-        (target.key, target.tensor, overlaps.extent(target.tensor))
+        (target, target.tensor, overlaps.extent(target.tensor))
         for target in targets
         if target.tensor is not None and target.nbytes
     ]
-    into = [*whole, *others]
+    into: list[tuple[Plain | Target, torch.Tensor, int]] = [*whole, *others]
     if len(into) < 2:
-        return
-    keys, tensors, extents = zip(*into, strict=True)
-    found = overlaps.find_overlap(tensors, extents)
+        return {}
+    of, tensors, extents = zip(*into, strict=True)
+    again: dict[int, int] = {}
+    found = overlaps.find_overlap(tensors, extents, again)
     if found is not None:
-        both = sorted([keys[at] for at in found])
+        both = sorted([of[at].key for at in found])
         raise LayoutMismatchError(
             f"the destinations of {both[0]!r} and {both[1]!r} overlap in memory, and each would "
             "overwrite a part of the other; give each of them memory of its own (the very same "
@@ -261,6 +265,7 @@ def check_apart(targets: Iterable[Target], plain: Iterable[Plain]) -> None:
             key=both[0],
             details={"overlapping": both},
         )
+    return {of[at].at: of[first].at for at, first in again.items()}
 
 
 def _gather(

@@ -58,13 +58,17 @@ def extent(tensor: torch.Tensor) -> int:
 
 
 def find_overlap(
-    tensors: Sequence[torch.Tensor], extents: Sequence[int] | None = None
+    tensors: Sequence[torch.Tensor],
+    extents: Sequence[int] | None = None,
+    again: dict[int, int] | None = None,
 ) -> tuple[int, int] | None:
     """The positions of two tensors that share some of their memory, but are not the same view of
     it; None if there are none.
 
     Args:
         extents: the :func:`extent` of each, where it is known.
+        again: is given the position of each tensor that is the same view as an earlier one, with
+            the position of the first.
 
     >>> w = torch.zeros(4, 6)
     >>> find_overlap([w[:, :2], w[:, 2:], w[:, :2]]), find_overlap([w[:2], w[2:], w[:, 5]])
@@ -77,7 +81,9 @@ def find_overlap(
     for at, (tensor, start) in enumerate(zip(tensors, addresses, strict=True)):
         if tensor.numel():
             place = _place(at, start, tensor)
-            places.setdefault(place.view, place)
+            first = places.setdefault(place.view, place)
+            if first is not place and again is not None:
+                again[at] = first.at
     found = _find([*places.values()])
     return None if found is None else (min(found), max(found))
 

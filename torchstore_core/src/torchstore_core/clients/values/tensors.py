@@ -65,9 +65,27 @@ _BUFFER_DTYPES = frozenset(
 )
 
 
-def storable(key: str, tensor: torch.Tensor) -> torch.Tensor:
+Refusal = Callable[[str, str, str], UnsupportedValueError]
+
+
+def _not_stored(key: str, what: str, hint: str) -> UnsupportedValueError:
+    return UnsupportedValueError(f"{key!r}: {what} cannot be stored; {hint}", key=key)
+
+
+def _no_destination(key: str, what: str, hint: str) -> UnsupportedValueError:
+    return UnsupportedValueError(
+        f"{key!r}: {what} cannot be filled; give a dense tensor with memory of its own, on cpu or "
+        "cuda; nothing was written",
+        key=key,
+    )
+
+
+def storable(key: str, tensor: torch.Tensor, refused: Refusal = _not_stored) -> torch.Tensor:
     """A detached strided tensor with the same values, on CPU or CUDA; copied only if needed.
     Results of a collective that is still running are waited for.
+
+    Args:
+        refused: makes the error.
 
     Raises:
         UnsupportedValueError: explains what the tensor is and what to do instead.
@@ -84,26 +102,27 @@ def storable(key: str, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach() if tensor.requires_grad else tensor
     if kind not in _PLAIN and _is_wrapper(kind):
         if (result := result_of(tensor)) is not None:
-            return storable(key, result)
+            return storable(key, result, refused)
         if is_fake(tensor):
-            raise _refused(key, "a FakeTensor (it has no data)", "put what it stands for")
+            raise refused(key, "a FakeTensor (it has no data)", "put what it stands for")
         hint = "put its .values() and .offsets()" if tensor.is_nested else "unwrap it"
-        raise _refused(key, f"a {kind.__module__}.{kind.__qualname__}", hint)
+        raise refused(key, f"a {kind.__module__}.{kind.__qualname__}", hint)
     if tensor.layout is not torch.strided:
         layout = str(tensor.layout).removeprefix("torch.")
         what = "a sparse tensor" if layout.startswith("sparse") else "an opaque tensor"
-        raise _refused(key, f"{what} ({layout})", "put its parts, or .to_dense()")
+        raise refused(key, f"{what} ({layout})", "put its parts, or .to_dense()")
     if tensor.dtype in _QUANTIZED:
         what = f"a quantized tensor ({tensor.dtype})"
-        raise _refused(key, what, "put .int_repr() and its scales")
+        raise refused(key, what, "put .int_repr() and its scales")
     device = tensor.device.type
     if torch.nn.parameter.is_lazy(tensor):
-        raise _refused(key, "an uninitialised (lazy) parameter", "run the module once first")
+        raise refused(key, "an uninitialised (lazy) parameter", "run the module once first")
     if device == "meta":
-        raise _refused(key, "a meta tensor (it has no values)", "materialise it first")
+        raise refused(key, "a meta tensor (it has no values)", "materialise it first")
     if tensor.is_nested:
-        raise _refused(key, "a nested tensor", "put its .values() and .offsets()")
-    check_storage(key, tensor)
+        raise refused(key, "a nested tensor", "put its .values() and .offsets()")
+    if not _has_storage(tensor):
+        raise _without_storage(key, tensor, refused)
     tensor = tensor.detach()
     if device not in ("cpu", "cuda"):
         tensor = tensor.cpu()
@@ -168,15 +187,17 @@ def check_storage(key: str, tensor: torch.Tensor) -> None:
         raise _without_storage(key, tensor)
 
 
-def _without_storage(key: str, tensor: torch.Tensor) -> UnsupportedValueError:
+def _without_storage(
+    key: str, tensor: torch.Tensor, refused: Refusal = _not_stored
+) -> UnsupportedValueError:
     try:
         tensor.untyped_storage()
     except NotImplementedError:
         what = "a tensor inside of a transform of torch.func (vmap, grad, ...)"
-        return _refused(key, what, "use what the transform takes or returns")
+        return refused(key, what, "use what the transform takes or returns")
     if math.prod(tensor.shape) * tensor.itemsize >= _TOO_MANY_BYTES:
         what = f"a tensor of {list(tensor.shape)}, expanded to more bytes than any memory has,"
-        return _refused(key, what, "put it before it is expanded")
+        return refused(key, what, "put it before it is expanded")
     return UnsupportedValueError(
         f"{key!r}: the storage of this tensor ({tensor.dtype} {list(tensor.shape)}) was freed or "
         "shrunk, and does not hold its elements; materialise it first (of FSDP: put inside of "
@@ -198,10 +219,6 @@ def address_of(key: str, tensor: torch.Tensor) -> int:
     if not _has_storage(tensor) or (address < LOWEST_ADDRESS and tensor.numel()):
         raise _without_storage(key, tensor)
     return address
-
-
-def _refused(key: str, what: str, hint: str) -> UnsupportedValueError:
-    return UnsupportedValueError(f"{key!r}: {what} cannot be stored; {hint}", key=key)
 
 
 def describe(tensor: torch.Tensor) -> TensorMeta:
@@ -314,12 +331,12 @@ def check_destination(
     if tensor.dtype is not dtype:
         check_cast(key, dtype, tensor.dtype)
     if tensor.is_conj() or tensor.is_neg():
-        raise _refused(key, "a conjugate or negative view as destination", "give its base")
-    target = storable(key, tensor)
+        raise _no_destination(key, "a conjugate or negative view", "")
+    target = storable(key, tensor, _no_destination)
     if target.data_ptr() < LOWEST_ADDRESS and target.numel():
         raise _without_storage(key, tensor)
     if target.device != tensor.device:
-        raise _refused(key, f"a destination on {tensor.device}", "use cpu or cuda")
+        raise _no_destination(key, f"a tensor on {tensor.device}", "")
     if _may_overlap(target):
         raise LayoutMismatchError(
             f"{key!r}: the destination's elements share memory (an expanded or unfolded tensor, "

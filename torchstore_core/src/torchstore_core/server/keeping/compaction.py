@@ -183,6 +183,7 @@ class Compaction:
             new.refresh()
             state_bytes = new.nbytes
             new.append_from(old, self._mark)
+            self._keeper.rename(NEXT_LOG, LOG)
         except StoreFullError as error:
             log.warning("the log stays as long as it is: %s", error)
             new.close()
@@ -190,7 +191,6 @@ class Compaction:
             self._failed()
             return
         self._state_bytes = state_bytes
-        self._keeper.rename(NEXT_LOG, LOG)
         self._controller.log = new
         self._in_vain = 0
         old.clear(self._most + _AT_ONCE + self._state_bytes)

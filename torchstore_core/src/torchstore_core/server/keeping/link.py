@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
 import socket
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
+
+from torchstore_core.errors import StoreFullError
 
 if TYPE_CHECKING:
     from torchstore_core.server.keeping.log import Log
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 OWNER_ENDED = "owner ended"
 
 _LARGEST = 1 << 12
+# A keeper that has taken nothing for so long is not merely late.
+_LATE_S = 5.0
 #: The name of the log that the next life repeats, and of the one that is to take its place.
 LOG, NEXT_LOG = "log", "next log"
 
@@ -42,9 +46,13 @@ class Given(msgspec.Struct, frozen=True):
 
 
 class KeeperLink:
-    """Leaves things with the keeper, for the next life of this server.
+    """Leaves things with the keeper, for the next life of this server. On its event loop.
+
+    A keeper may be stopped (Ctrl-Z is for it alone), and clients are not to wait for it. So what it
+    does not take waits here, in its order.
 
     Attributes:
+        late: called on the event loop when the keeper has taken nothing for some seconds.
         unkept: called on the event loop with the name of a descriptor that the keeper could not
             hold, because it has none left: what it has under that name is what it had before. A
             server that is not ready yet is started anew instead.
@@ -57,8 +65,13 @@ class KeeperLink:
         self._owner_ended = given.owner_ended
         self._socket = socket.socket(fileno=given.connection)
         self._socket.set_inheritable(False)
+        self._socket.setblocking(False)
         self.unkept: Callable[[str], None] = _do_nothing
+        self.late: Callable[[], None] = _do_nothing
         self._asked: dict[str, Callable[[bool], None]] = {}
+        # Messages with copies of their descriptors; what is to be kept, by its name.
+        self._unsaid: OrderedDict[object, tuple[bytes, list[int]]] = OrderedDict()
+        self._late_timer: asyncio.TimerHandle | None = None
 
     def kept(self, name: str) -> int | None:
         """The descriptor of that name that an earlier life has left; from now on the caller's."""
@@ -68,16 +81,21 @@ class KeeperLink:
         """Have the keeper hold a copy of a descriptor, and ``facts``, in place of what it has under
         that name. From then on it survives the server, unless :attr:`unkept` is called.
         """
-        self._say({"keep": [name], "facts": facts}, fd)
+        self._say({"keep": [name], "facts": facts}, name, fd)
 
     def ask_to_keep(self, name: str, fd: int, answered: Callable[[bool], None]) -> None:
         """The same; ``answered`` is called with whether the keeper holds it."""
         self._asked[name] = answered
-        self._say({"keep": [name], "answer": True}, fd)
+        self._say({"keep": [name], "answer": True}, name, fd)
 
     def rename(self, name: str, to: str) -> None:
-        """What the keeper has under one name takes the place of what it has under another."""
-        self._say({"rename": {name: to}})
+        """What the keeper has under one name takes the place of what it has under another.
+
+        Raises:
+            StoreFullError: the keeper takes nothing at this moment, so it does not.
+        """
+        if self._unsaid or not self._send(msgspec.json.encode({"rename": {name: to}}), ()):
+            raise StoreFullError("the keeper takes nothing: it is stopped, or busy")
 
     def note(self, **facts: str) -> None:
         """Leave only texts there."""
@@ -98,7 +116,10 @@ class KeeperLink:
 
     def drop(self, name: str) -> None:
         """What has that name need not be held any more."""
-        self._say({"drop": name})
+        if (unsaid := self._unsaid.pop(name, None)) is None:
+            self._say({"drop": name})
+        else:
+            _close_all(unsaid[1])
 
     def ready(self) -> None:
         """Clients can connect: from now on the server is started again if it dies."""
@@ -111,24 +132,50 @@ class KeeperLink:
         if self.life == 1:
             self._say({"outcome": msgspec.to_builtins(outcome)})
 
-    def _say(self, what: dict[str, object], *fds: int) -> None:
+    def _say(self, what: dict[str, object], name: str = "", *fds: int) -> None:
+        """Say it, or have it wait, as what the keeper is to hold under ``name``."""
         said = msgspec.json.encode(what)
-        while True:
-            try:
-                socket.send_fds(self._socket, [said], fds)
-            except BlockingIOError:  # it has not read what came before; it always does, at once
-                select.select([], [self._socket], [])
-            except (BrokenPipeError, ConnectionResetError):
-                return  # it has ended, and so will this server
-            else:
+        if not self._unsaid and self._send(said, fds):
+            return
+        try:
+            copies = list(map(os.dup, fds))
+        except OSError:  # this server has no descriptor left
+            self._heard("unkept", name)
+            return
+        if self._late_timer is None:
+            loop = asyncio.get_running_loop()
+            loop.add_writer(self._socket.fileno(), self._say_rest)
+            self._late_timer = loop.call_later(_LATE_S, self.late)
+        self._unsaid[object() if name in self._unsaid else name or object()] = said, copies
+
+    def _send(self, said: bytes, fds: Sequence[int]) -> bool:
+        """Send a message, if the keeper takes it now; whether nothing is left to be done."""
+        try:
+            socket.send_fds(self._socket, [said], fds)
+        except BlockingIOError:
+            return False
+        except (BrokenPipeError, ConnectionResetError):
+            return True  # it has ended, and so will this server
+        return True
+
+    def _say_rest(self) -> None:
+        """The keeper takes something again."""
+        while self._unsaid:
+            key, (said, fds) = next(iter(self._unsaid.items()))
+            if not self._send(said, fds):
                 return
+            del self._unsaid[key]
+            _close_all(fds)
+        if self._late_timer is not None:
+            self._late_timer.cancel()
+            self._late_timer = None
+            asyncio.get_running_loop().remove_writer(self._socket.fileno())
 
     def watch(self, owner_ended: Callable[[], None], keeper_ended: Callable[[], None]) -> None:
         """Call one of these, on the running event loop, when it has happened. From now on what the
         keeper answers is heard.
         """
         loop = asyncio.get_running_loop()
-        self._socket.setblocking(False)
 
         def readable() -> None:
             try:
@@ -161,5 +208,10 @@ class KeeperLink:
         self._socket.close()
 
 
-def _do_nothing(name: str) -> None:
-    """Nobody can have it kept later."""
+def _do_nothing(*_: object) -> None:
+    """Nobody wants to know."""
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

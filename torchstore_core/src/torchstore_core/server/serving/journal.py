@@ -149,6 +149,15 @@ def keeper_is_full() -> None:
     )
 
 
+def keeper_is_late() -> None:
+    """Log that the keeper does not take what is to outlive this server."""
+    journal.warning(
+        "the keeper, process %d, takes nothing: it is stopped, or busy. Until it goes on, this "
+        "server does not come back if it dies, and then nobody who has joined since has a session",
+        os.getppid(),
+    )
+
+
 def _client(session: SessionRecord) -> str:
     """Describe a client in words."""
     facts = session.facts
