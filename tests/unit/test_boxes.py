@@ -117,7 +117,7 @@ def grid(counts: tuple[int, ...], extent: tuple[int, ...]) -> tuple[Box, list[Bo
 def test_the_examples_in_the_docstrings_run() -> None:
     failed, attempted = doctest.testmod(boxes)
     assert failed == 0
-    assert attempted >= 8
+    assert attempted >= 7
 
 
 @given(PAIRS)
@@ -132,15 +132,6 @@ def test_what_a_box_says_of_itself_and_of_another(pair: tuple[Box, Box]) -> None
     if not b.is_empty:
         assert a.contains(b) == (cells(b) <= cells(a))
     assert a.contains(a)
-
-
-@given(PAIRS)
-def test_intersect(pair: tuple[Box, Box]) -> None:
-    a, b = pair
-    common = boxes.intersect(a, b)
-    assert (cells(common) if common else set()) == cells(a) & cells(b)
-    assert common is None or not common.is_empty
-    assert boxes.intersect(b, a) == common
 
 
 @given(PAIRS)
@@ -221,7 +212,6 @@ def test_a_box_without_dimensions_is_one_element() -> None:
     dot = whole(())
     assert dot == Box((), ())
     assert (dot.numel, dot.ndim, dot.is_empty, dot.end) == (1, 0, False, ())
-    assert boxes.intersect(dot, dot) == dot
     assert boxes.missing(dot, [dot]) == []
     assert boxes.missing(dot, []) == [dot]
     assert boxes.covers(dot, [dot])
@@ -235,7 +225,6 @@ def test_a_box_without_dimensions_is_one_element() -> None:
 def test_an_empty_box_needs_nothing_and_gives_nothing() -> None:
     tensor, empty = whole((4, 3)), Box((4, 0), (0, 3))  # as FSDP's last shards may be
     assert empty.is_empty
-    assert boxes.intersect(tensor, empty) is None
     assert boxes.missing(tensor, [empty]) == [tensor]
     assert boxes.missing(empty, [tensor]) == []
     assert boxes.covers(empty, [])
@@ -290,7 +279,6 @@ def test_boxes_may_come_from_a_generator() -> None:
 
 TAKES_TWO: list[Callable[[Box, Box], Any]] = [
     lambda a, b: a.contains(b),
-    boxes.intersect,
     boxes.relative,
     lambda a, b: boxes.missing(a, [b]),
     lambda a, b: boxes.covers(a, [b]),

@@ -478,19 +478,22 @@ async def test_no_store(runtime_directory: Path):
 
 
 async def test_several_stores(runtime_directory: Path):
-    async with running_store(store_name="one") as one, running_store(store_name="two") as two:
+    odd, shown = "two\x1b[31m\n", r"two\x1b[31m\n"
+    async with running_store(store_name="one") as one, running_store(store_name=odd) as two:
         await one.put("of one", 1)
         await two.put("of two", 2)
         error = await fails("configuration", "ls")
         assert {(s["store_name"], s["address"]) for s in error["details"]["stores"]} == {
             ("one", one.address),
-            ("two", two.address),
+            (odd, two.address),
         }
         human = await torchstore("ls")
         assert (human.status, human.out) == (1, "")
-        for client in (one, two):
+        for client, name in ((one, "one"), (two, shown)):
             pid = (await client.status()).controller_pid
-            assert f"  {client.address}  {client.store_name} (pid {pid})" in human.err.splitlines()
+            assert f"  {client.address}  {name} (pid {pid})" in human.err.splitlines()
+        status = await torchstore("status", "--address", two.address)
+        assert status.lines[0].startswith(f"{shown}  up ")
         for before, after in ((("--address", two.address), ()), ((), ("--address", two.address))):
             result = await torchstore(*before, "ls", "--json", *after)
             assert [e["key"] for e in result.json["entries"]] == ["of two"]

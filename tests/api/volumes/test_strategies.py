@@ -75,6 +75,20 @@ async def test_a_key_has_its_volume_alone_and_in_a_batch(by_hash: ts.Client) -> 
     assert out.strip() == batched["k3"], "from another process, too"
 
 
+async def test_many_tensors_in_columns_have_the_volumes_of_their_keys(by_hash: ts.Client) -> None:
+    many = {f"m{i}": data(i, 4000 + 1000 * (i % 3)) for i in range(60)}
+    await by_hash.keys()  # what joins the store with a put puts one by one
+    await by_hash.put_batch(many)
+    got = await by_hash.get_batch(list(many))
+    assert all(torch.equal(got[key], tensor) for key, tensor in many.items())
+    batched = [(await by_hash.stat(key)).volume for key in list(many)[:6]]
+    await by_hash.delete_batch(list(many))
+    for key in list(many)[:6]:
+        await by_hash.put(key, data(99))
+    assert [(await by_hash.stat(key)).volume for key in list(many)[:6]] == batched
+    assert len(set(batched)) > 1
+
+
 async def test_entries_of_a_state_dict_are_spread_like_keys(by_hash: ts.Client) -> None:
     state = {"layers": [{"w": data(i), "b": data(i, 100)} for i in range(8)], "step": 3}
     await by_hash.put_state_dict(state, "sd")
@@ -118,6 +132,11 @@ async def test_replicas_lie_in_several_volumes_and_are_all_there() -> None:
     async with running_store(num_storage_volumes=3, strategy=strategy) as client:
         tensors = {f"k{i}": data(i) for i in range(6)}
         await client.put_batch(tensors)
+        many = {
+            f"m{i}": data(i, 4000 + 1000 * (i % 3)) for i in range(60)
+        }  # so many come in columns
+        await client.put_batch(many)
+        tensors |= many
         await client.put("strided", data(7).view(-1, 100).t())
         await client.put("small", 7)
         found = await client.stat("k0")
@@ -125,7 +144,7 @@ async def test_replicas_lie_in_several_volumes_and_are_all_there() -> None:
         assert len(set(found.volume.split("+"))) == 2
         assert (await client.stat("small")).copies == 1, "it lies with the controller"
         used = [v.used_bytes for v in (await client.status()).volumes]
-        assert sum(used) >= 2 * 7 * LARGE
+        assert sum(used) >= 2 * (7 * LARGE + 60 * 4000)
         got = await client.get_batch([*tensors, "strided", "small"])
         assert all(torch.equal(got[key], tensor) for key, tensor in tensors.items())
         assert torch.equal(bits(got["strided"]), bits(data(7).view(-1, 100).t()))

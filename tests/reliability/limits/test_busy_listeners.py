@@ -18,7 +18,7 @@ import pytest
 from tests.support import halt, running_store
 
 import torchstore_core as ts
-from torchstore_cli.serving import _listening
+from torchstore_cli.serving import _is_listening
 from torchstore_core.clients.session.handshake import client_facts, handshake
 from torchstore_core.contracts.transport import LinkContext
 from torchstore_core.machine import topology
@@ -168,7 +168,7 @@ def test_who_is_busy_is_not_taken_for_gone(listener: socket.socket):
     os.rename(base.with_name("base"), base / "store")
     path = base / "store" / "control.sock"
     with full(str(path)):
-        assert _listening(path)
+        assert _is_listening(path)
         remove_stale(base)
     assert path.exists()
 

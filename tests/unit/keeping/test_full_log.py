@@ -225,6 +225,25 @@ async def test_a_log_that_cannot_be_written_anew_stays(store: Store) -> None:
     compaction.close()
 
 
+async def test_a_state_that_cannot_be_written_leaves_the_log(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    for at in range(8):
+        store.put(f"k{at}", 256 * KIB)
+    keeper = LinkToLogs()
+    compaction = Compaction(store.controller, keeper)
+    with no_longer_files(1024 * KIB):  # enough for the first memory of a log
+        compaction.begin()
+    await until(lambda: not compaction.is_running, 20)
+    assert "the process that was writing another ended with status 1" in caplog.text
+    assert not keeper.kept
+    store.check()
+    compaction.begin()
+    await until(lambda: not compaction.is_running, 20)
+    assert store.controller.log is not store.log
+    compaction.close()
+
+
 async def test_a_state_that_is_shorter_than_its_log_makes_room(store: Store) -> None:
     """Although the log that there is cannot grow."""
     compaction = Compaction(store.controller, LinkToLogs())

@@ -4,18 +4,22 @@ requests in any order as in ``test_machine``, against the same model.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
-from tests.unit.keeping.test_coming_back import state_of
+from tests.unit.keeping.test_coming_back import inline, state_of
+from tests.unit.keeping.test_full_log import no_longer_files
 from tests.unit.repairing.test_machine import Repairing
 
+from torchstore_core.errors import StoreFullError
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.records import Value, all_values
 from torchstore_core.server.keeping.log import Log
 from torchstore_core.server.keeping.recorded import RecordedController
 from torchstore_core.server.memory.volume_record import VolumeRecord
+from torchstore_core.wire import messages as m
 
 
 def values_of(controller: Controller) -> dict[tuple[int, int], Value]:
@@ -93,3 +97,44 @@ class RepairsComingBack(Repairing):
 
 
 TestRepairsComingBack = RepairsComingBack.TestCase
+
+
+def test_copies_for_which_the_log_has_no_room_are_made_later() -> None:
+    machine = RepairsComingBack()
+    controller, client = machine.controller, machine.client
+    assert isinstance(controller, RecordedController)
+
+    def put(nbytes: int) -> None:
+        number = next(machine.ids)
+        controller.put(client, m.Put(number, number, [inline("filler", bytes(nbytes))]))
+
+    def fill_the_log() -> None:
+        for nbytes in (2000, 200, 20):
+            with contextlib.suppress(StoreFullError):
+                while True:
+                    put(nbytes)
+        while controller.catch_up():
+            controller.release(client, [], [])
+
+    try:
+        machine.begin_put(["a", "b", "c"], 1000)
+        controller.commit(client, *client.txns)
+        machine.copier = machine.session(m.COPIER_ROLE)
+        machine.drain(controller.catalog.newest["a"].volume, undo=False)
+        with no_longer_files():
+            fill_the_log()
+            machine.take()
+            while not controller.repairs.status().trouble:
+                machine.time_passes()
+            assert machine.work is None
+            assert "cannot grow" in controller.repairs.status().trouble
+            machine.accounts_are_exact()
+        assert controller.catch_up()
+        controller.delete(["filler"], strict=True)
+        while machine.work is None:
+            machine.time_passes()
+        assert controller.repairs.status().trouble
+        machine.copy("commit")
+        assert not controller.repairs.status().trouble
+    finally:
+        machine.teardown()

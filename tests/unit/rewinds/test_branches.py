@@ -12,6 +12,7 @@ from tests.unit.server.test_controller import HERE, facts, volumes
 from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.errors import ProtocolError, VersionGoneError
 from torchstore_core.server.controller import Controller
+from torchstore_core.server.index.gone import evictions
 from torchstore_core.server.index.records import SessionRecord
 from torchstore_core.server.index.timelines import Timelines
 from torchstore_core.values import ObjectMeta, TensorMeta, TensorSlice
@@ -109,6 +110,26 @@ def test_a_branch_of_dead_processes_makes_room(controller: Controller) -> None:
     assert pending(controller) == []
     assert not controller.catalog.histories["k"].branches
     assert controller.catalog.versions("k") == [1, 2]
+
+
+def test_a_branch_outlives_what_is_remembered_of_its_evicted_key(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evictions, "_MAX_REMEMBERED", 1)
+    session = client(controller, 0)
+
+    def put_evictable(txn: int, *items: m.PutItem) -> None:
+        controller.put(session, m.Put(1, txn, [*items], when_full=m.EVICTABLE))
+        controller.commit(session, txn)
+
+    put_evictable(1, m.PutItem("k", META, 4160))
+    put_evictable(2, m.PutItem("a", META, 4160))
+    put(controller, session, 1, of=2, rewind=True)
+    put_evictable(3, m.PutItem("b", META, 4160))
+    assert list(controller.catalog.evictions.remembered) == ["a"]
+    assert put(controller, session, 1, who=1, of=2, rewind=True) == [1]
+    assert controller.catalog.versions("k") == [1]
+    controller.delete(["b"], strict=True)
 
 
 def test_a_branch_on_a_lost_volume_is_lost(controller: Controller) -> None:

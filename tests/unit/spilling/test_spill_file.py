@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import random
@@ -175,6 +176,34 @@ def test_its_capacity_is_a_limit(tmp_path: Path) -> None:
     made.release(second)
     assert made.reserve(0, 3 * 4096) is not None
     made.close()
+
+
+def test_where_files_have_a_name_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: MappedSegment
+) -> None:
+    """Without O_TMPFILE a file has one for a moment, in which another server that starts may take
+    it for one that was left behind.
+    """
+    monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY)  # as kernels see it that do not know it
+    make = tempfile.mkstemp
+    others: list[int] = []
+
+    def made_and_looked_at(**where: str) -> tuple[int, str]:
+        fd, path = make(**where)
+        if not others:
+            others.append(os.open(path, os.O_RDWR))
+            fcntl.flock(others[0], fcntl.LOCK_EX)
+        return fd, path
+
+    monkeypatch.setattr(tempfile, "mkstemp", made_and_looked_at)
+    file = SpillFile(str(tmp_path), CAPACITY)
+    _moves(memory, file, 64, 128, 5000)
+    file.close()
+    SpillFile(str(tmp_path), CAPACITY).close()
+    assert len(os.listdir(tmp_path)) == 1, "which somebody else has"
+    os.close(others[0])
+    SpillFile(str(tmp_path), CAPACITY).close()
+    assert os.listdir(tmp_path) == []
 
 
 @given(st.binary(min_size=1, max_size=3000), st.data())

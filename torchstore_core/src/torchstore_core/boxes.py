@@ -1,4 +1,4 @@
-"""Box arithmetic: intersection, difference and coverage of rectangular parts of a tensor.
+"""Box arithmetic: difference and coverage of rectangular parts of a tensor.
 
 All numbers count elements of the global tensor, in row-major order. Every function raises a
 ValueError that shows the boxes if an offset or extent is negative, or if the numbers of dimensions
@@ -60,16 +60,6 @@ def whole(shape: Sequence[int]) -> Box:
     """Return the box of a whole tensor of ``shape``: its offset is 0 in every dimension."""
     _check(box := Box((0,) * len(shape), tuple(shape)))
     return box
-
-
-def intersect(a: Box, b: Box) -> Box | None:
-    """Return the part that both boxes have in common; None if there is none.
-
-    >>> intersect(Box((0, 0), (4, 4)), Box((2, 3), (4, 4)))
-    Box(offset=(2, 3), shape=(2, 1))
-    """
-    _check(a, (b,))
-    return _intersection(a, b)
 
 
 def missing(target: Box, boxes: Iterable[Box]) -> list[Box]:

@@ -443,13 +443,15 @@ def _fail(failed: Failed, as_json: bool, status: int = 1) -> int:
             _print_json(failed)
         except OSError:  # nobody reads it, or the disk is full: the line on stderr is left
             _discard_output()
-    message = " ".join(failed.message.split())
+    from torchstore_cli.screen import printable
+
+    message = printable(" ".join(failed.message.split()))
     click.echo(f"torchstore: {failed.error}: {message}", err=True)
     stores = failed.details.get("stores")
     if isinstance(stores, list):
         for store in stores:
             description = store["error"] or f"{store['store_name']} (pid {store['pid']})"
-            click.echo(f"  {store['address']}  {description}", err=True)
+            click.echo(f"  {store['address']}  {printable(description)}", err=True)
     return status
 
 

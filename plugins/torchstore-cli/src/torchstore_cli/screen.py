@@ -64,8 +64,12 @@ class Screen:
         self._width = self.console.width if wraps else _ANY_WIDTH
 
     def line(self, *parts: Cell | tuple[str, str]) -> None:
-        """Print one line of plain strings, styled Texts and ``(text, style)`` pairs."""
-        self.console.print(Text.assemble(*parts), soft_wrap=True)
+        """Print one line of styled Texts, and of plain strings and ``(text, style)`` pairs, which
+        are shown as by :func:`printable`.
+        """
+        made = [(part, "") if isinstance(part, str) else part for part in parts]
+        shown = [p if isinstance(p, Text) else (printable(p[0]), p[1]) for p in made]
+        self.console.print(Text.assemble(*shown), soft_wrap=True)
 
     def heading(self, title: str, rest: str = "") -> None:
         """Print a blank line and the title of a section."""
@@ -96,7 +100,7 @@ class Screen:
 
         Args:
             titles: one for each column; empty: no header.
-            rows: the cells.
+            rows: the cells; those that are no Text are shown as by :func:`printable`.
             right: the columns to align at the right.
             prose: whether to wrap the last column within itself.
             indent: the number of blanks before each line.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,7 +12,7 @@ import msgspec
 
 from torchstore_cli.reports import Serving
 from torchstore_core.errors import ConfigurationError, StoreClosedError, from_wire
-from torchstore_core.machine.directories import PrivateDirectory
+from torchstore_core.machine.directories import PrivateDirectory, is_abandoned
 from torchstore_core.server.__main__ import keep, run
 from torchstore_core.server.memory.volume import default_capacity
 from torchstore_core.server.server import Ready, ServerOptions
@@ -88,7 +87,7 @@ def _directory(name: str | None) -> Iterator[None]:
         raise ConfigurationError(f"{name} must be yours, and nobody else may write to it")
     control = path / "control.sock"
     until = time.monotonic() + _END_S
-    while (listening := _listening(control)) and time.monotonic() < until:
+    while (listening := _is_listening(control)) and time.monotonic() < until:
         time.sleep(_POLL_S)
     if listening:
         raise ConfigurationError(f"a store is running in {name} already")
@@ -101,13 +100,5 @@ def _directory(name: str | None) -> Iterator[None]:
             path.rmdir()
 
 
-def _listening(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(str(path))
-        except BlockingIOError:  # its backlog is full, so somebody listens
-            return True
-        except OSError:
-            return False
-    return True
+def _is_listening(path: Path) -> bool:
+    return path.exists() and not is_abandoned(path)

@@ -14,7 +14,6 @@ from torchstore_cli.doctor.view import show_doctor, show_peer
 from torchstore_cli.screen import Cell, Screen, bar, printable
 from torchstore_core.reports.summaries import kind_text, pending_text, shape_text
 from torchstore_core.reports.units import human_bytes, human_duration
-from torchstore_core.wire import messages as m
 
 __all__ = ["show"]
 
@@ -35,7 +34,7 @@ def show(screen: Screen, report: reports.Report, *, long: bool = False) -> None:
         case reports.Removed():
             _removed(screen, report)
         case reports.Drained():
-            screen.line(printable(report.text))
+            screen.line(report.text)
         case reports.Serving():
             _serving(screen, report)
         case reports.DoctorReport():
@@ -69,9 +68,9 @@ def _status(screen: Screen, report: reports.StatusReport) -> None:
         ("incarnation", str(report.incarnation)),
     ]
     if spill := str(report.spill):
-        rows.insert(1, ("when full", printable(spill)))
+        rows.insert(1, ("when full", spill))
     if repair := str(report.repair):
-        rows.insert(1, ("copies", printable(repair)))
+        rows.insert(1, ("copies", repair))
     screen.table((), [(Text(str(row[0]), "dim"), row[1]) for row in rows], prose=True)
     _volumes(screen, report)
     if report.pending:
@@ -108,7 +107,7 @@ def _volumes(screen: Screen, report: reports.StatusReport) -> None:
             lost.append((f"drained: {volume.id}", f"{left} left; no put goes there"))
     if lost:
         screen.line()
-        screen.table((), [(Text(printable(name), "red"), printable(why)) for name, why in lost])
+        screen.table((), [(Text(printable(name), "red"), why) for name, why in lost])
 
 
 def _unfinished(versions: int, nbytes: int) -> str:
@@ -123,16 +122,12 @@ def _pending(screen: Screen, report: reports.StatusReport) -> None:
     screen.heading("Unfinished", "versions that nobody can read yet")
     screen.table(
         ("KEY", "VERSION", "SIZE", "STATE"),
-        [(p.key, str(p.version), human_bytes(p.nbytes), _state(p)) for p in report.pending],
+        [(p.key, str(p.version), human_bytes(p.nbytes), pending_text(p)) for p in report.pending],
         right=(1, 2),
         prose=True,
     )
     if report.pending_versions > len(report.pending):
         screen.line((f"and {report.pending_versions - len(report.pending):,} more", "dim"))
-
-
-def _state(p: m.Pending) -> str:
-    return printable(pending_text(p))
 
 
 def _most(operations: dict[str, int]) -> str:
@@ -186,9 +181,9 @@ def _refs(screen: Screen, report: reports.RefsReport) -> None:
             if not at:
                 first = [Text(name, "bold"), version, human_bytes(ref.nbytes), ref.kind]
             rank = "" if holder.rank is None else f", rank {holder.rank}"
-            who = f"pid {holder.pid} on {printable(holder.hostname)}{rank}"
+            who = f"pid {holder.pid} on {holder.hostname}{rank}"
             age = human_duration(max(0.0, now - holder.since))
-            rows.append([*first, who, holder.state, age, printable(holder.where)])
+            rows.append([*first, who, holder.state, age, holder.where])
     traced = any(holder.where for ref in report.refs for holder in ref.holders)
     titles = ["KEY", "VERSION", "SIZE", "TYPE", "HOLDER", "STATE", "SINCE"]
     screen.listing(
@@ -281,16 +276,16 @@ def _key(screen: Screen, e: reports.KeyDetails) -> None:
     if e.copies > 1:
         rows.append(("copies", f"{e.copies:,}"))
     if e.lost:
-        rows.append(("lost", printable(e.lost)))
-    rows += [(f"version {p.version}", _state(p)) for p in e.pending]
-    screen.line((printable(e.key), "bold"))
+        rows.append(("lost", e.lost))
+    rows += [(f"version {p.version}", pending_text(p)) for p in e.pending]
+    screen.line((e.key, "bold"))
     screen.table((), [(Text(name, "dim"), text) for name, text in rows])
 
 
 def _removed(screen: Screen, report: reports.Removed) -> None:
     """Show how many keys were deleted, and which, if they are few."""
     few = len(report.keys) <= 5
-    names = f": {', '.join(map(printable, report.keys))}" if report.keys and few else ""
+    names = f": {', '.join(report.keys)}" if report.keys and few else ""
     screen.line(f"deleted {report.deleted:,} key{'s' if report.deleted != 1 else ''}{names}")
 
 

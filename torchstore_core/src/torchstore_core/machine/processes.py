@@ -1,4 +1,4 @@
-"""Whether other processes of this host are alive."""
+"""Whether other processes of this host are alive, and how they have ended."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 import os
+import signal
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -63,6 +64,20 @@ def is_exiting(pid: int) -> bool:
     """
     fields = stat_fields(pid)
     return not fields or bool(int(fields[_FLAGS]) & _EXITING)
+
+
+def how_ended(status: int) -> str:
+    """Return how a process has ended, for people, given its exit status: negative for a signal.
+
+    >>> how_ended(3), how_ended(-9), how_ended(-35)
+    ('ended with status 3', 'was ended by SIGKILL', 'was ended by signal 35')
+    """
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"was ended by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was ended by signal {-status}"
 
 
 class ProcessWatch:

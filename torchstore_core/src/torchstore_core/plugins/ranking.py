@@ -147,17 +147,6 @@ class Ranking:
         ]
         return sorted(fit, key=lambda c: (c.turn, c.cost_s(nbytes), c.spec.name))
 
-    def best(self, nbytes: int, *, in_band: bool | None = None) -> Candidate:
-        """Return the best candidate.
-
-        Raises:
-            TransportUnavailableError: there is none; lists the refusals and their reasons.
-        """
-        order = self.order(nbytes, in_band=in_band)
-        if not order:
-            raise self.unavailable(nbytes)
-        return order[0]
-
     def drop(self, name: str, reason: str) -> None:
         """Remove a candidate whose link has failed, so that it is no longer chosen."""
         self.candidates = [c for c in self.candidates if c.spec.name != name]

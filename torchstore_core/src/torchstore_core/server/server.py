@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -337,8 +337,7 @@ class Server:
             # Halves in other processes have outlived the server.
             session.met.update(self._attached)
         self.returning = Returning(controller, keeper.life, self._died_meanwhile, self._settle)
-        names = [name.removeprefix(_SESSION) for name in keeper.names() if _SESSION in name]
-        self.returning.begin({int(name) for name in names})
+        self.returning.begin(set(_sessions(keeper.names())))
         controller.unsent = lambda: [one.unsent for one in self.conversations]
         self._compaction = Compaction(controller, keeper)
         if keeper.life > 1:
@@ -370,7 +369,7 @@ class Server:
             self._keep_log()
         if _CONTROL in names:
             self._keeper.keep(_CONTROL, self._listener.fileno())
-        serials = {int(name.removeprefix(_SESSION)) for name in names if name.startswith(_SESSION)}
+        serials = set(_sessions(names))
         for conversation in self.conversations:
             conversation.keep_again(serials)
 
@@ -384,18 +383,18 @@ class Server:
         keeper, returning = self._keeper, self.returning
         if keeper is None or returning is None:
             return
-        names = [name for name in keeper.names() if name.startswith(_SESSION)]
+        sessions = _sessions(keeper.names())
         # For the processes of the clients, and to read what is kept: see ``Conversation``. And the
         # event loop opens one with the first connection.
-        check_descriptors("the sessions that it had", 2 * len(names) + 1)
-        for name in names:
+        check_descriptors("the sessions that it had", 2 * len(sessions) + 1)
+        for serial, name in sessions.items():
             fd = keeper.kept(name)
             if fd is None:
                 continue
             accepted = socket.socket(fileno=fd)
             accepted.set_inheritable(False)
             accepted.setblocking(False)
-            found = returning.of(int(name.removeprefix(_SESSION)))
+            found = returning.of(serial)
             if found is None:
                 keeper.drop(name)
                 accepted.close()
@@ -757,6 +756,11 @@ class Server:
             log_bytes=0 if self._compaction is None else self._compaction.memory_nbytes,
             keeper_pid=0 if self._keeper is None else os.getppid(),
         )
+
+
+def _sessions(names: Iterable[str]) -> dict[int, str]:
+    """The names by which a keeper has connections of sessions, by the numbers of these."""
+    return {int(n.removeprefix(_SESSION)): n for n in names if n.startswith(_SESSION)}
 
 
 async def _connect_kept(made: Connection, accepted: socket.socket) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchstore_cli.reports import BenchReport, TransportsReport
-from torchstore_cli.screen import Screen, printable
+from torchstore_cli.screen import Screen
 from torchstore_core.reports.units import human_bytes, human_latency
 
 __all__ = ["show_bench", "show_transports"]
@@ -69,7 +69,7 @@ def show_transports(screen: Screen, report: TransportsReport) -> None:
                 f"{line.put_bytes_per_s / 1e9:.2f} GB/s" if line.error is None else "–",
                 f"{line.get_bytes_per_s / 1e9:.2f} GB/s" if line.error is None else "–",
                 human_latency(line.latency_s) if line.error is None else "–",
-                printable(line.error or ""),
+                line.error or "",
             )
             for line in report.lines
         ],

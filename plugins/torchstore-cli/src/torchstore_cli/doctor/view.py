@@ -106,7 +106,7 @@ def _show_link(screen: Screen, link: reports.LinkReport) -> None:
 def _show_store(screen: Screen, store: reports.StoreLinks) -> None:
     screen.heading(f"Store {store.store_name}".rstrip(), store.address)
     if store.error is not None:
-        screen.line(("  ✗ ", "red"), printable(store.error))
+        screen.line(("  ✗ ", "red"), store.error)
     alike = itertools.groupby(store.links, lambda link: msgspec.structs.replace(link, volume=""))
     for link, group in alike:
         names = [one.volume for one in group]

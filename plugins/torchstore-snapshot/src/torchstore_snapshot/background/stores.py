@@ -35,7 +35,7 @@ def bounded_name() -> str:
     return f"snapshot-{os.getpid()}-bounded"
 
 
-async def own_store(prefault: int | None = None) -> Any:
+async def own_store(prefault: int | None) -> Any:
     """Return a client of the store for takes without a budget; start it if there is none.
 
     Args:

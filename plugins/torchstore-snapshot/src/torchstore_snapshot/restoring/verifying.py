@@ -30,7 +30,7 @@ def all_pieces(manifest: Manifest) -> Iterator[tuple[str, Piece]]:
 
 
 def verify_all(
-    storage: Storage, manifest: Manifest, progress: Progress = False
+    storage: Storage, manifest: Manifest, progress: Progress
 ) -> dict[str, SnapshotCorruptError]:
     """Compare the hashes of all pieces and headers, and the maps. See ``Snapshot.verify``."""
     damaged: dict[str, SnapshotCorruptError] = {}

@@ -23,7 +23,7 @@ def read_head(folder: Storage) -> Head | None:
         return None
 
 
-def next_sequence(folder: Storage, after: int = 0) -> int:
+def next_sequence(folder: Storage, after: int) -> int:
     """Return the number of a snapshot that is committed now: greater than those of all snapshots
     beside it.
 

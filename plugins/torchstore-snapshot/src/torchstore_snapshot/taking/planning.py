@@ -15,7 +15,6 @@ from torchstore_core.errors import LayoutMismatchError
 from torchstore_core.machine.copying import copy_threads
 from torchstore_snapshot.format.paths import data_file
 from torchstore_snapshot.format.safetensors_files import (
-    FILE_MAX,
     RESERVED,
     Layout,
     Stored,
@@ -166,7 +165,7 @@ def check_complete(path: str, shape: tuple[int, ...], found: Collection[boxes.Bo
 
 
 def plan_files(
-    items: Sequence[Item], units: Sequence[Unit], take: str, rank: int, file_max: int = FILE_MAX
+    items: Sequence[Item], units: Sequence[Unit], take: str, rank: int, file_max: int
 ) -> list[PlannedFile]:
     """Distribute what this rank writes over files, each with entries of one state dict.
 

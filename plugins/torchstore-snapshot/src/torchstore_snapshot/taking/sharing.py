@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from torchstore_snapshot.format.safetensors_files import FILE_MAX
 from torchstore_snapshot.taking.collecting import Item
 from torchstore_snapshot.taking.planning import PlannedFile, Unit, plan_files
 
@@ -22,7 +21,7 @@ def plan_store_files(
     units: Sequence[Unit],
     take: str,
     state_dicts: Collection[str],
-    file_max: int = FILE_MAX,
+    file_max: int,
 ) -> tuple[list[PlannedFile], set[str]]:
     """Distribute the contents of a store over files, whose number depends on the bytes, not on the
     number of keys.

@@ -280,9 +280,9 @@ def write_files(
     files: Sequence[PlannedFile],
     *,
     durable: bool,
-    threads: int | None = None,
-    advance: Advance | None = None,
-    fetch: Fetch | None = None,
+    threads: int | None,
+    advance: Advance | None,
+    fetch: Fetch | None,
 ) -> list[list[Digest]]:
     """Write all files straight from the memory of ``items``. If that fails, none of them is left.
 

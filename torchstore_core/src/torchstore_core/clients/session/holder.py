@@ -186,7 +186,7 @@ class Holder:
             return 0.0
         return max(0.0, self._flushed_at + _TOGETHER_S - time.monotonic())
 
-    def flush_if_due(self, *, now: bool = False) -> None:
+    def flush_if_due(self, *, now: bool) -> None:
         """Send what has been waiting for long enough; ``now``: all of it. For the thread."""
         if now or self.due_in() == 0.0:
             self._is_waiting = self._is_urgent = False  # before: what ends later wakes it again

@@ -305,6 +305,16 @@ class Catalog:
         self.names.remove(key)
         self._bury(key, last)
 
+    def forget_history(self, key: str) -> None:
+        """Forget the history of a key without a version, unless one is on its way, or participants
+        may have been told the number of one that was dropped.
+        """
+        history = self.histories.get(key)
+        if history is None or key in self.newest:
+            return
+        if not (history.pending or history.branches or history.dropped):
+            del self.histories[key]
+
     def _bury(self, key: str, version: int) -> None:
         self._deleted[key] = version
         if len(self._deleted) > _MAX_DELETED:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 
 from torchstore_core.errors import StoreFullError
-from torchstore_core.machine.processes import ProcessWatch
+from torchstore_core.machine.processes import ProcessWatch, how_ended
 from torchstore_core.server.keeping.link import LOG, NEXT_LOG, KeeperLink
 from torchstore_core.server.keeping.log import Log
 from torchstore_core.server.keeping.recorded import RecordedController
@@ -176,8 +176,8 @@ class Compaction:
         old = self._controller.log
         try:
             if self._status:
-                ended = f"the process that writes another has ended with {self._status}"
-                raise StoreFullError(ended)
+                how = how_ended(os.waitstatus_to_exitcode(self._status))
+                raise StoreFullError(f"the process that was writing another {how}")
             if not self._is_kept:
                 raise StoreFullError("the keeper has no file descriptor left for another")
             new.refresh()

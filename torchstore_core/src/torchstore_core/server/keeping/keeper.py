@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
+from torchstore_core.machine.processes import how_ended
 from torchstore_core.machine.sockets.unix import OUT_OF_DESCRIPTORS
 from torchstore_core.server.keeping.link import OWNER_ENDED, Given, KeeperLink
 from torchstore_core.server.serving.journal import write_to_stderr
@@ -301,14 +302,7 @@ class Keeper:
 
 
 def _ended(status: int | OSError) -> str:
-    if isinstance(status, OSError):
-        return f"cannot be started: {status}"
-    if status >= 0:
-        return f"ended with status {status}"
-    try:
-        return f"was ended by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was ended by signal {-status}"
+    return f"cannot be started: {status}" if isinstance(status, OSError) else how_ended(status)
 
 
 def _say(text: str) -> None:

@@ -37,10 +37,12 @@ class Relay:
         uplink: the connection to the server, already open.
         directory: where to put the socket.
         lost: called once, when the server can no longer be reached.
-        before_close: see ``serving.frames.Host``.
         expire_s: the same value as that of the server's ``RelayServer``. If a poll is not answered
             for two thirds of it, the server is taken for dead.
         clock: the clock of the event loop, in seconds.
+
+    Attributes:
+        before_close: see ``serving.frames.Host``.
     """
 
     def __init__(
@@ -48,7 +50,6 @@ class Relay:
         uplink: Uplink,
         directory: PrivateDirectory,
         lost: Callable[[], None] = lambda: None,
-        before_close: Callable[[int], Awaitable[None]] | None = None,
         *,
         expire_s: float = EXPIRE_S,
         clock: Callable[[], float] = time.monotonic,
@@ -56,7 +57,7 @@ class Relay:
         self._uplink = uplink
         self._directory = directory
         self._lost = lost
-        self.before_close = before_close
+        self.before_close: Callable[[int], Awaitable[None]] | None = None
         self._ids = itertools.count(1)
         self._clients: dict[int, _Client] = {}
         self._listener = Listener(speaking(lambda pid: _Client(self, pid)))

@@ -27,7 +27,7 @@ class Drains:
         volumes: Sequence[VolumeRecord],
         repairs: Repairs,
         later: Callable[[float, Callable[[], None]], object],
-        refuses: str = "",
+        refuses: str,
     ) -> None:
         self._volumes = volumes
         self._repairs = repairs

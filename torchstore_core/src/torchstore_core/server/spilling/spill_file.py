@@ -100,7 +100,6 @@ class SpillFile:
         fd: of the file of an earlier life of this server; None: make one.
 
     Attributes:
-        is_direct: whether the page cache is bypassed.
         file_system: the type of the file system; empty if it is not known.
 
     Raises:
@@ -116,11 +115,10 @@ class SpillFile:
             os.makedirs(directory, mode=0o700, exist_ok=True)
             _clean(directory)
             if fd is None:
-                self.fd, self.is_direct = _open_unnamed(directory)
+                self.fd = _open_unnamed(directory)
             else:
                 os.set_inheritable(fd, False)
                 self.fd = fd
-                self.is_direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
             there = os.statvfs(directory)
         except OSError as error:
             raise ConfigurationError(
@@ -489,31 +487,43 @@ def _read_all(fd: int, view: memoryview, offset: int) -> None:
         done += count
 
 
-def _open_unnamed(directory: str) -> tuple[int, bool]:
-    """A new file without a name, and whether it bypasses the page cache."""
+def _open_unnamed(directory: str) -> int:
+    """A new file without a name, which bypasses the page cache if the file system can do that."""
     flags = os.O_RDWR | os.O_CLOEXEC
     try:
         fd = os.open(directory, flags | os.O_TMPFILE, 0o600)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT):
             raise
-        # A file that is removed while it is open. Until then it is locked, so that a server that
-        # starts later can tell whether one was left behind (see `_clean`).
-        fd, path = tempfile.mkstemp(prefix=_PREFIX, dir=directory)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.unlink(path)
+        fd = _open_removed(directory)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
         with mmap.mmap(-1, _PAGE) as page:
             os.pwrite(fd, page, 0)
     except OSError as error:
-        if error.errno == errno.ENOSPC:
-            return fd, True
-        log.info("spilling to %s goes through the page cache: %s", directory, error)
-        flags_now = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags_now)
-        return fd, False
-    return fd, True
+        if error.errno != errno.ENOSPC:
+            log.info("spilling to %s goes through the page cache: %s", directory, error)
+            flags_now = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags_now)
+    return fd
+
+
+def _open_removed(directory: str) -> int:
+    """A file that is removed while it is open. Until then it is locked, so that a server that
+    starts meanwhile can tell whether it was left behind (see `_clean`).
+    """
+    while True:
+        fd, path = tempfile.mkstemp(prefix=_PREFIX, dir=directory)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(path)
+        except (BlockingIOError, FileNotFoundError):  # that server was faster, and removes it
+            os.close(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        else:
+            return fd
 
 
 def _clean(directory: str) -> None:

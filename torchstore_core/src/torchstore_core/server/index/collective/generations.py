@@ -279,7 +279,7 @@ class Generation(msgspec.Struct, eq=False):
         missing = (name for name in every if name not in here)
         return list(itertools.islice(missing, min(self.participants - len(here), _MAX_SHOWN)))
 
-    def seal(self, key: str, base: Stored | None, *, inherit: bool = False) -> Stored:
+    def seal(self, key: str, base: Stored | None, *, inherit: bool) -> Stored:
         """Return the finished version, which holds its values in addition to the contributions. If
         all of it is one contribution, though, this one's hold is passed on to it.
 

@@ -410,7 +410,5 @@ class UnfinishedVersions:
             target.sequence.versions.remove(generation.version)
             generation.dropped = True
             freed += history.drop_empty()
-            known = history.pending or history.branches or history.dropped
-            if target.key not in catalog.newest and not known:
-                del catalog.histories[target.key]
+            catalog.forget_history(target.key)
         return Change.of([Change(freed), *self._settle(target.key)])

@@ -90,9 +90,7 @@ class Evictions:
         if len(self.remembered) > _MAX_REMEMBERED:
             forgotten = next(iter(self.remembered))
             del self.remembered[forgotten]
-            history = catalog.histories.get(forgotten)
-            if history is not None and forgotten not in catalog.newest and not history.pending:
-                del catalog.histories[forgotten]
+            catalog.forget_history(forgotten)
         return [one for stored in going for one in release(all_values(stored))]
 
     def forget(self, key: str) -> None:
