@@ -10,6 +10,7 @@ from torchstore_core.clients.calls.arguments import (
     check_key,
     check_min_version,
     check_version,
+    listed,
 )
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.calls.incarnations import check_after, refs_of
@@ -340,11 +341,11 @@ class Client(VolumeOperations):
             Everything that ``get`` raises.
         """
         with self._watch("get_batch", timeout) as clock:
-            if not isinstance(keys, Iterable):
-                raise UnsupportedValueError(
-                    f"get_batch takes a list of keys or a dict, not {keys!r}"
-                )
-            asked = keys if isinstance(keys, Mapping | str) else list(keys)
+            asked = (
+                keys
+                if isinstance(keys, Mapping | str)
+                else listed(keys, "get_batch takes a list of keys or a dict")
+            )
             if (named := names_and_tensors(asked)) is not None:
                 clock.entries = len(named.keys)
                 values = await self._get(named, clock, allow_pickle)
