@@ -225,3 +225,10 @@ async def test_other_processes_see_the_same_keys(shared):
     )
     assert out == "done\n"
     assert await ts.keys() == ["ключ/2", "🦊"]
+
+
+@pytest.mark.parametrize("call", ["wait", "delete_batch", "wait_any", "free", "get_batch"])
+async def test_what_is_iterable_in_name_only_is_refused(shared, call):
+    """A tensor without dimensions has the method, which raises a TypeError."""
+    with pytest.raises(ts.UnsupportedValueError, match=r"list of .*, not tensor"):
+        await getattr(ts, call)(torch.tensor(1))

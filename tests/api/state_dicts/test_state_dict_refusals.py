@@ -145,3 +145,24 @@ async def test_nothing_is_hinted_about_other_containers(shared):
         with pytest.raises(ts.LayoutMismatchError) as caught:
             await ts.get_state_dict("k", wrong)
         assert "no memory to fill" not in str(caught.value)
+
+
+async def test_names_that_differ_by_a_wrapper_are_said_to(shared):
+    """A compiled module, or one in DistributedDataParallel, has other names than what is in it."""
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    plain = module.state_dict()
+    wrapped = {f"module.{name}": tensor for name, tensor in plain.items()}
+    compiled = {name.replace("0.", "0._orig_mod."): tensor for name, tensor in plain.items()}
+    for stored, wanted, parts in (
+        (wrapped, plain, "'module'"),
+        (plain, wrapped, "'module'"),
+        (compiled, plain, "'_orig_mod'"),
+        ({"model": compiled}, {"model": wrapped}, "'_orig_mod' and 'module'"),
+    ):
+        await ts.put_state_dict(stored, "wrapped")
+        with pytest.raises(ts.LayoutMismatchError) as caught:
+            await ts.get_state_dict("wrapped", wanted)
+        assert f"The names differ only by {parts}, which a wrapper adds" in str(caught.value)
+    with pytest.raises(ts.LayoutMismatchError) as caught:
+        await ts.get_state_dict("wrapped", wrapped | {"lr": 0.1})
+    assert "differ only" not in str(caught.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.processes import run_script
 from tests.support import bits
 
 import torchstore_core as ts
@@ -284,3 +285,22 @@ async def test_different_values_are_not_written_to_the_same_tensor(shared, count
             await ts.get_batch(ordered)
         assert caught.value.details == {"overlapping": ["0", f"{last}"]}
         assert torch.equal(mine, values[f"{first}"])  # whole, and no mixture
+
+
+async def test_a_small_value_of_bytes_is_filled_by_this_thread_alone():
+    """torch copies more than 32,768 elements with a pool of threads. Where processors are busy,
+    that took a hundred times as long as all the rest of such a get.
+    """
+    out = await run_script("""
+        import os
+        torch.set_num_threads(4)
+        await ts.initialize(capacity=64 << 20, prefault=0)
+        await ts.put("k", torch.frombuffer(bytearray(b"1" * 60_000), dtype=torch.uint8))
+        first, rest = (torch.frombuffer(bytearray(60_000), dtype=torch.uint8) for _ in range(2))
+        await ts.get("k", first[:1], ts.TensorSlice((0,), (1,), (60_000,)))
+        threads = len(os.listdir("/proc/self/task"))
+        await ts.get("k", rest)
+        print(len(os.listdir("/proc/self/task")) - threads, bytes(rest.tolist()) == b"1" * 60_000)
+        await ts.shutdown()
+    """)
+    assert out.split() == ["0", "True"]

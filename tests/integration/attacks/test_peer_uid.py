@@ -88,6 +88,15 @@ def descriptors(path: Path) -> str:
         return str(len(fds))
 
 
+def refusal(address: str) -> str:
+    """What a program of a user is told by ``connect``."""
+    try:
+        asyncio.run(ts.connect(address, store_name="of somebody else"))
+    except ts.StoreClosedError as error:
+        return str(error)
+    return "connected"
+
+
 # ---- by the directory -----------------------------------------------------------------------
 
 
@@ -114,6 +123,8 @@ async def test_another_user_does_not_reach_the_sockets() -> None:
         assert as_uid(NOBODY, lambda: descriptors(shm)) == "no permission"
         assert as_uid(0, lambda: greeting(control)).endswith("bytes")
         assert as_uid(0, lambda: descriptors(shm)) == "1"
+        refused = as_uid(NOBODY, lambda: refusal(client.address))
+        assert "only processes of the user who started it can connect" in refused
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from torchstore_core.clients.calls.arguments import check_timeout
 from torchstore_core.clients.calls.reference_operations import R
@@ -36,10 +36,13 @@ from torchstore_core.values import ObjectRef, Request, TensorSlice
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
     from torchstore_core.clients.packed.packed import TorchStoreStateDict
+    from torchstore_core.clients.state_dicts.put_arguments import StorePutArguments
     from torchstore_core.clients.state_dicts.putting import PendingPut
     from torchstore_core.clients.values.differences import StateDictReport
+    from torchstore_core.clients.values.sharding import TensorShard
 
 _STOP_TIMEOUT_S = starting.STOP_TIMEOUT_S
 
@@ -547,7 +550,7 @@ async def put_batch(
 
 async def get(
     key_or_ref: str | ObjectRef | HeldRef | Request,
-    inplace_tensor: torch.Tensor | None = None,
+    inplace_tensor: torch.Tensor | TensorShard | ShardedTensor | None = None,
     tensor_slice_spec: TensorSlice | None = None,
     *,
     store_name: str = DEFAULT_NAME,
@@ -570,6 +573,36 @@ async def get_batch(
     """See :meth:`Client.get_batch`; raises the same."""
     made = _client(store_name)
     return await made.get_batch(keys, timeout=timeout, allow_pickle=allow_pickle)
+
+
+@overload
+async def put_state_dict(
+    state_dict: Mapping[str, Any] | TorchStoreStateDict,
+    key: str,
+    *,
+    blocking: Literal[True] = True,
+    **arguments: Unpack[StorePutArguments],
+) -> ObjectRef: ...
+
+
+@overload
+async def put_state_dict(
+    state_dict: Mapping[str, Any] | TorchStoreStateDict,
+    key: str,
+    *,
+    blocking: Literal[False],
+    **arguments: Unpack[StorePutArguments],
+) -> PendingPut: ...
+
+
+@overload
+async def put_state_dict(
+    state_dict: Mapping[str, Any] | TorchStoreStateDict,
+    key: str,
+    *,
+    blocking: bool,
+    **arguments: Unpack[StorePutArguments],
+) -> ObjectRef | PendingPut: ...
 
 
 async def put_state_dict(

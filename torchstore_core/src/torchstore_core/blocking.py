@@ -23,9 +23,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent import futures
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, Unpack, cast, overload
 
 import torch
 
@@ -37,6 +37,7 @@ from torchstore_core.clients.calls.arguments import check_timeout
 from torchstore_core.clients.packed import packed
 from torchstore_core.clients.session import held_ref
 from torchstore_core.clients.state_dicts import putting
+from torchstore_core.clients.state_dicts.put_arguments import PutArguments, StorePutArguments
 from torchstore_core.clients.stores import discovery
 from torchstore_core.clients.values import differences, sharding
 from torchstore_core.contracts import ranks
@@ -121,9 +122,77 @@ def _opening(call: Callable[P, Coroutine[Any, Any, async_client.Client]]) -> Cal
     return run
 
 
+class _PutMethod(Protocol):
+    """The method ``put_state_dict``."""
+
+    @overload
+    def __call__(
+        self,
+        state_dict: Mapping[str, Any] | TorchStoreStateDict,
+        key: str,
+        *,
+        blocking: Literal[True] = True,
+        **arguments: Unpack[PutArguments],
+    ) -> ObjectRef: ...
+
+    @overload
+    def __call__(
+        self,
+        state_dict: Mapping[str, Any] | TorchStoreStateDict,
+        key: str,
+        *,
+        blocking: Literal[False],
+        **arguments: Unpack[PutArguments],
+    ) -> PendingPut: ...
+
+    @overload
+    def __call__(
+        self,
+        state_dict: Mapping[str, Any] | TorchStoreStateDict,
+        key: str,
+        *,
+        blocking: bool,
+        **arguments: Unpack[PutArguments],
+    ) -> ObjectRef | PendingPut: ...
+
+
+class _PutFunction(Protocol):
+    """The function ``put_state_dict``."""
+
+    @overload
+    def __call__(
+        self,
+        state_dict: Mapping[str, Any] | TorchStoreStateDict,
+        key: str,
+        *,
+        blocking: Literal[True] = True,
+        **arguments: Unpack[StorePutArguments],
+    ) -> ObjectRef: ...
+
+    @overload
+    def __call__(
+        self,
+        state_dict: Mapping[str, Any] | TorchStoreStateDict,
+        key: str,
+        *,
+        blocking: Literal[False],
+        **arguments: Unpack[StorePutArguments],
+    ) -> PendingPut: ...
+
+    @overload
+    def __call__(
+        self,
+        state_dict: Mapping[str, Any] | TorchStoreStateDict,
+        key: str,
+        *,
+        blocking: bool,
+        **arguments: Unpack[StorePutArguments],
+    ) -> ObjectRef | PendingPut: ...
+
+
 def _putting(
     call: Callable[P, Coroutine[Any, Any, ObjectRef | putting.PendingPut]],
-) -> Callable[P, ObjectRef | PendingPut]:
+) -> _PutFunction:
     """Return a blocking version of the function ``put_state_dict``."""
 
     @_uncompiled
@@ -134,7 +203,7 @@ def _putting(
         return thread_loops.run(put, call.__name__)
 
     run.__module__ = __name__
-    return run
+    return cast(_PutFunction, run)
 
 
 def _method(
@@ -156,7 +225,7 @@ def _putting_method(
         Concatenate[async_client.Client, P],
         Coroutine[Any, Any, ObjectRef | putting.PendingPut],
     ],
-) -> Callable[Concatenate[Client, P], ObjectRef | PendingPut]:
+) -> _PutMethod:
     """Return a blocking version of the method ``put_state_dict``."""
 
     @_uncompiled
@@ -167,7 +236,7 @@ def _putting_method(
         return thread_loops.run(put, call.__name__)
 
     run.__module__ = __name__
-    return run
+    return cast(_PutMethod, run)
 
 
 class PendingPut:

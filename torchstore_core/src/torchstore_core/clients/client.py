@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from torchstore_core.clients.calls.arguments import (
     check_bools,
     check_key,
     check_min_version,
     check_version,
+    listed,
 )
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.calls.incarnations import check_after, refs_of
@@ -48,6 +49,9 @@ from torchstore_core.wire.columns import FEWEST
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+
+    from torchstore_core.clients.state_dicts.put_arguments import PutArguments
 
 
 class Client(VolumeOperations):
@@ -279,7 +283,7 @@ class Client(VolumeOperations):
     async def get(
         self,
         key_or_ref: str | ObjectRef | HeldRef | Request,
-        inplace_tensor: torch.Tensor | None = None,
+        inplace_tensor: torch.Tensor | TensorShard | ShardedTensor | None = None,
         tensor_slice_spec: TensorSlice | None = None,
         *,
         timeout: float | None = None,
@@ -340,11 +344,11 @@ class Client(VolumeOperations):
             Everything that ``get`` raises.
         """
         with self._watch("get_batch", timeout) as clock:
-            if not isinstance(keys, Iterable):
-                raise UnsupportedValueError(
-                    f"get_batch takes a list of keys or a dict, not {keys!r}"
-                )
-            asked = keys if isinstance(keys, Mapping | str) else list(keys)
+            asked = (
+                keys
+                if isinstance(keys, Mapping | str)
+                else listed(keys, "get_batch takes a list of keys or a dict")
+            )
             if (named := names_and_tensors(asked)) is not None:
                 clock.entries = len(named.keys)
                 values = await self._get(named, clock, allow_pickle)
@@ -417,6 +421,36 @@ class Client(VolumeOperations):
         return values
 
     # ---- state dicts ----------------------------------------------------------------------
+
+    @overload
+    async def put_state_dict(
+        self,
+        state_dict: Mapping[str, Any] | TorchStoreStateDict,
+        key: str,
+        *,
+        blocking: Literal[True] = True,
+        **arguments: Unpack[PutArguments],
+    ) -> ObjectRef: ...
+
+    @overload
+    async def put_state_dict(
+        self,
+        state_dict: Mapping[str, Any] | TorchStoreStateDict,
+        key: str,
+        *,
+        blocking: Literal[False],
+        **arguments: Unpack[PutArguments],
+    ) -> PendingPut: ...
+
+    @overload
+    async def put_state_dict(
+        self,
+        state_dict: Mapping[str, Any] | TorchStoreStateDict,
+        key: str,
+        *,
+        blocking: bool,
+        **arguments: Unpack[PutArguments],
+    ) -> ObjectRef | PendingPut: ...
 
     async def put_state_dict(
         self,

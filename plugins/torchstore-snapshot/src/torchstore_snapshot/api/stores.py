@@ -213,10 +213,9 @@ async def load_into_store(
             state = with_shards(state, key, manifest.of_rank(0)[name])
         value = TorchStoreStateDict.from_state_dict(state) if known and known.packed else state
         keep = counts[key] if counts[key] > 1 else None
-        ref = await client.put_state_dict(
+        return await client.put_state_dict(
             value, key, version=version, keep=keep, allow_pickle=allow_pickle
         )
-        return await ref if not isinstance(ref, ObjectRef) else ref
 
     for key, name in sorted(found, key=order):
         if key.startswith(prefix):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 from torchstore_core.errors import ConfigurationError, UnsupportedValueError, VersionGoneError
 from torchstore_core.wire import messages as m
 
 _LONGEST_S = 1e9  # 31 years; with longer time-outs clocks and locks overflow
+T = TypeVar("T")
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
@@ -28,6 +30,19 @@ def check_key(key: object) -> str:
         )
     what = f"{len(key)} characters" if isinstance(key, str) else type(key).__qualname__
     raise UnsupportedValueError(f"a key is a str of 1 to {m.MAX_KEY} characters, not {what}")
+
+
+def listed(given: Iterable[T], needed: str) -> list[T]:
+    """Return all items of an iterable, which a tensor without dimensions is in name only.
+
+    Raises:
+        UnsupportedValueError: it cannot be iterated over; the text begins with what is ``needed``.
+    """
+    try:
+        items = iter(given)
+    except TypeError as error:
+        raise UnsupportedValueError(f"{needed}, not {given!r}") from error
+    return list(items)
 
 
 def check_store_name(name: object) -> str:

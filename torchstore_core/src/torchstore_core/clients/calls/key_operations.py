@@ -13,6 +13,7 @@ from torchstore_core.clients.calls.arguments import (
     check_min_version,
     check_size,
     check_version,
+    listed,
 )
 from torchstore_core.clients.calls.base import QUICK, ClientBase
 from torchstore_core.clients.calls.clock import Clock
@@ -245,9 +246,7 @@ def _checked(clock: Clock, keys: list[str]) -> list[str]:
 def _key_list(keys: Iterable[str]) -> list[str]:
     if isinstance(keys, str):
         raise UnsupportedValueError("a list of keys is needed, not one str")
-    if not isinstance(keys, Iterable):
-        raise UnsupportedValueError(f"a list of keys is needed, not {keys!r}")
-    return list(keys)
+    return listed(keys, "a list of keys is needed")
 
 
 def _explain(volume: VolumeLinks, nbytes: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypeVar
 
-from torchstore_core.clients.calls.arguments import check_exact, check_key
+from torchstore_core.clients.calls.arguments import check_exact, check_key, listed
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.calls.incarnations import check_incarnation, refs_of
 from torchstore_core.clients.calls.key_operations import KeyOperations
@@ -199,9 +199,7 @@ def _awaited(ref: AnyRef, incarnation: int) -> tuple[str, int, int]:
 def _listed(refs: Iterable[R]) -> list[R]:
     if isinstance(refs, (str, ObjectRef, HeldRef)):
         raise UnsupportedValueError("a list of references is needed, not a single one")
-    if not isinstance(refs, Iterable):
-        raise UnsupportedValueError(f"a list of references is needed, not {refs!r}")
-    return list(refs)
+    return listed(refs, "a list of references is needed")
 
 
 def _check_here(refs: Iterable[object], session: Session) -> None:

@@ -131,6 +131,11 @@ async def _handshake(
             raise StoreTimeoutError(
                 what, details={**details, "answered": False, "accepted": accepted}
             ) from error
+        except PermissionError as error:
+            raise StoreClosedError(
+                f"no way to the store at {address}: {error}; only processes of the user who "
+                "started it can connect"
+            ) from error
         except OSError as error:
             raise StoreClosedError(f"no store at {address}: {error}") from error
         return sock, welcome_in(bodies, address)

@@ -22,6 +22,7 @@ from torchstore_core.clients.values.tensors import (
     dtype_of,
     from_buffer,
     slice_box,
+    strided_copy,
 )
 from torchstore_core.errors import (
     LayoutMismatchError,
@@ -413,8 +414,7 @@ class Results:
                 into = result if piece.into is None else narrow(result, piece.into)
                 if into.dtype is source.dtype:
                     into, source = byte_like(into), byte_like(source)
-                with torch.inference_mode():  # where tensors of that mode may be written to, too
-                    into.copy_(source)
+                strided_copy(into, source, stream=False)()
         if at not in self.values:
             self.tensor(target)
         if tensor is not None and not tensor.is_inference():
