@@ -31,8 +31,9 @@ class ObjectStore:
     paths and queries; ``parallel`` is how many requests were served at a time, at most.
 
     ``before`` is called with a request's environment before it is served; if it raises
-    ConnectionResetError, the connection is closed without a reply. ``refuse`` denies access, and
-    ``busy`` says which requests are answered with that the client is to slow down.
+    ConnectionResetError, the connection is closed without a reply. ``refuse`` denies access,
+    ``busy`` says which requests are answered with that the client is to slow down, and ``cut`` of
+    which the connection is closed instead of replying, although they were carried out.
     """
 
     def __init__(self) -> None:
@@ -46,6 +47,7 @@ class ObjectStore:
         self._lock = threading.Lock()
         self.refuse = False
         self.busy: Callable[[dict[str, Any]], bool] = lambda _: False
+        self.cut: Callable[[dict[str, Any]], bool] = lambda _: False
         self.before: Callable[[dict[str, Any]], object] | None = None
         self._app = DomainDispatcherApplication(create_backend_app)
         handler = type("Handler", (MotoRequestHandler,), {"log": lambda *_: None})
@@ -61,7 +63,7 @@ class ObjectStore:
         self.ranges.clear()
         self._met.clear()
         self.before = None
-        self.busy = lambda _: False
+        self.busy = self.cut = lambda _: False
 
     def meet(self, environ: dict[str, Any]) -> None:
         """As ``before``: parts of files wait for another request, unless none comes. So who sends
@@ -102,6 +104,10 @@ class ObjectStore:
                 start(status, [kind, size])
                 yield body if environ["REQUEST_METHOD"] != "HEAD" else b""
                 return
+            if self.cut(environ):
+                b"".join(self._app(environ, lambda *_: lambda _: None))
+                environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+                raise ConnectionResetError
             for chunk in self._app(environ, start):
                 with self._lock:
                     self.sent += len(chunk)

@@ -164,12 +164,12 @@ class WrittenTake:
         """Remove what was written, and tell the other ranks. Returns whether they could be told.
 
         Args:
-            undecided: another rank may still commit the take, so what was written stays.
+            undecided: the take may be committed nevertheless, so what was written stays.
         """
         # Once rank 0 may know what this rank has written, only rank 0 decides.
-        reported = self._committing and (self._join.rank > 0 or self._visible())
+        kept = undecided or (self._committing and (self._join.rank > 0 or self._visible()))
         several = self._join.size > 1
-        if self._files is not None and not undecided and not reported:
+        if self._files is not None and not kept:
             self._files.abort()
         try:
             if self._claim is not None:

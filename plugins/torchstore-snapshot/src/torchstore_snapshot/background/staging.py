@@ -21,7 +21,7 @@ from torchstore_snapshot.background.batches import batches, units_of
 from torchstore_snapshot.background.process import Job, WriterProcess, the_writer
 from torchstore_snapshot.background.rendezvous import report_failure
 from torchstore_snapshot.background.stores import bounded, own_store, put, unstage
-from torchstore_snapshot.errors import SnapshotWriterError
+from torchstore_snapshot.errors import SnapshotUndecidedError, SnapshotWriterError
 from torchstore_snapshot.format.hashes import Digest
 from torchstore_snapshot.progress import metered
 from torchstore_snapshot.stopping import check, run_in_background
@@ -258,6 +258,8 @@ class _Stage:
             if isinstance(error, SnapshotWriterError):  # it can tidy nothing up
                 await unstage(self._keys)
                 await asyncio.to_thread(self._abandon_claim)
+            elif isinstance(error, SnapshotUndecidedError):
+                pass  # the claim stays
             elif error is not None and self._first_claim is not None:
                 # The writer has removed it, unless it cannot do with the storage what this can.
                 await asyncio.to_thread(self._first_claim.release)

@@ -20,7 +20,7 @@ from torchstore_core.errors import TorchStoreError
 from torchstore_snapshot.background import messages as m
 from torchstore_snapshot.background.job import STORE, WrittenTake
 from torchstore_snapshot.background.rendezvous import rank_0_was_late, report_failure
-from torchstore_snapshot.errors import SnapshotError
+from torchstore_snapshot.errors import SnapshotError, SnapshotUndecidedError
 
 __all__ = ["main"]
 
@@ -118,7 +118,8 @@ def _serve(
             told = True
             if takes.pop(message.job, None) is not None and take is not None:
                 text = f"{type(error).__name__}: {error}"
-                told = take.fail(text, undecided=rank_0_was_late(error))
+                undecided = isinstance(error, SnapshotUndecidedError) or rank_0_was_late(error)
+                told = take.fail(text, undecided=undecided)
             program.ended(message.job)
             with contextlib.suppress(OSError):  # the program has ended
                 m.send(connection, m.Failed.of(message.job, error, told=told))

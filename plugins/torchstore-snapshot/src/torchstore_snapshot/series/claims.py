@@ -31,6 +31,8 @@ __all__ += ["withdraw"]
 GRACE_S = 900.0
 _RENEWED_S = 60.0
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+# Stands for the host of a claim that does not end with its process.
+_ANY_HOST = "any"
 # How often a folder is made that others, whose take has failed, remove.
 _TRIES = 10
 
@@ -322,6 +324,16 @@ class Claim:
             self._record = before
             self.release()
 
+    def outlive(self) -> None:
+        """Say that nobody knows whether the take is committed: a request that would do so may still
+        be on its way. The claim stays, and is alive until it is old, whether or not its process is.
+        Never raises.
+        """
+        self.stop()
+        self._record = msgspec.structs.replace(self._record, host=_ANY_HOST, commits=False)
+        with contextlib.suppress(OSError, TorchStoreError):
+            self._publish()
+
     def stop(self) -> None:
         """Renew it no longer. It remains."""
         self._stopped.set()
@@ -340,23 +352,25 @@ class Claim:
 
     def release(self, *, keep_folder: bool = False) -> None:
         """Remove the claim, and the folders that the take has made if there is nothing in them,
-        unless the claim says that others may do the rest. Never raises: while its process is alive,
-        a claim protects too much.
+        unless the claim says that others may do the rest, or that it stays. Never raises: while its
+        process is alive, a claim protects too much.
 
         Args:
             keep_folder: others will write something there.
         """
         self.stop()
-        if self._record.lost:
+        if self._record.lost or self._record.host == _ANY_HOST:
             return
         with contextlib.suppress(OSError, TorchStoreError):
             _remove(self._storage, self._record.take, 0 if keep_folder else self._record.made)
 
     def abandon(self) -> None:
         """Say that the take has failed, so that a garbage collection may remove its files at once;
-        if the claim is gone, do nothing. Never raises.
+        if the claim is gone, or stays, do nothing. Never raises.
         """
         self.stop()
+        if self._record.host == _ANY_HOST:
+            return
         with contextlib.suppress(OSError, TorchStoreError):
             self._record = msgspec.structs.replace(self._found(), lost=True)
             self._publish()

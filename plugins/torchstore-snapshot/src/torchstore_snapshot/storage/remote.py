@@ -16,7 +16,7 @@ from torchstore_snapshot.errors import SnapshotStorageError, SnapshotUnavailable
 from torchstore_snapshot.format.paths import temporary
 from torchstore_snapshot.storage.base import FileInfo, First, Writer
 from torchstore_snapshot.storage.multipart import PART, MultipartWriter
-from torchstore_snapshot.storage.naming import code_of, naming
+from torchstore_snapshot.storage.naming import naming
 from torchstore_snapshot.storage.settings import configured, current
 
 __all__ = ["RemoteReader", "RemoteStorage", "environment", "set_environment"]
@@ -34,6 +34,9 @@ _S3_OPTIONS: dict[str, object] = {
     # those say in no text that a store is only busy, so that the library soon gives them up.
     "max_concurrency": 1,
 }
+
+# What object stores answer to a conditional write of an object that is there.
+_EXISTS = {"PreconditionFailed", "ConditionalRequestConflict"}
 
 # Statuses of a server that may answer later, and seconds before it is asked again.
 _BUSY = {"500", "502", "503", "504"}
@@ -280,25 +283,34 @@ class RemoteStorage:
         del durable
         path = self._in(name)
         whole = self._in(temporary(name, take))
-        with naming(self._url):
-            if overwrite:
-                if not self.replaces and self._fs.exists(path):
+        try:
+            with naming(self._url):
+                if not overwrite:
+                    with _lock if not self.shared else contextlib.nullcontext():
+                        self._create(path, data, whole)
+                elif not self.replaces and self._fs.exists(path):
                     self._fs.pipe_file(path, data)
                 else:
                     self._put(path, data, whole)
+        except (FileExistsError, SnapshotStorageError) as error:
+            exists = isinstance(error, FileExistsError) or error.details["code"] in _EXISTS
+            if not exists and not isinstance(error, SnapshotUnavailableError):
+                raise
+            # A reply may be lost of a request that was carried out. One that is repeated then finds
+            # what the first has written.
+            if self._has(path, data):
                 return
-            try:
-                with _lock if not self.shared else contextlib.nullcontext():
-                    self._create(path, data, whole)
-            except OSError as error:
-                if not isinstance(error, FileExistsError) and code_of(error) not in (
-                    "PreconditionFailed",
-                    "ConditionalRequestConflict",
-                ):
-                    raise
-                # A request whose reply was lost is repeated, and then finds what it has written.
-                if self._fs.cat_file(path) != data:
-                    raise FileExistsError(f"{path} exists") from error
+            if exists:
+                raise FileExistsError(f"{path} exists") from error
+            raise
+
+    def _has(self, path: str, data: bytes) -> bool:
+        """Whether a file is there, with these contents."""
+        try:
+            with naming(self._url):
+                return bool(self._fs.cat_file(path) == data)
+        except FileNotFoundError:
+            return False
 
     def delete(self, name: str) -> None:
         with naming(self._url), contextlib.suppress(FileNotFoundError):
