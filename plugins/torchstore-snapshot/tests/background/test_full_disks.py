@@ -8,7 +8,6 @@ import importlib
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -96,12 +95,8 @@ def test_a_rank_is_not_kept_waiting_by_a_rank_0_that_has_no_room_to_say_that_it_
     storage.prepare(durable=False)
     slow = _together.Waits(tmp_path / "s", take)
 
-    @contextmanager
-    def committing() -> Iterator[None]:
-        yield
-        fill(tmp_path)
-
-    args = (storage, take, _together.part(0), 2, _together.OPTIONS, 20.0, None, committing())
+    committing = _together.AtCommit(lambda: fill(tmp_path))
+    args = (storage, take, _together.part(0), 2, _together.OPTIONS, 20.0, None, committing)
     commit_together(*args)
     assert Snapshot(storage.url).manifest.take == take
     slow.go.set()

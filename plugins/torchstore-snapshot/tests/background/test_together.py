@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +54,21 @@ class Waits:
         self.result.result(0)
 
 
+class AtCommit:
+    """What rank 0 enters to report its part and to commit; calls something after the latter."""
+
+    def __init__(self, then: Callable[[], object]) -> None:
+        self._then, self._left = then, 0
+
+    def __enter__(self) -> None:
+        """Nothing is held."""
+
+    def __exit__(self, *_: object) -> None:
+        self._left += 1
+        if self._left == 2:
+            self._then()
+
+
 def part(rank: int) -> Part:
     return Part(rank, ["m"], [DataFile(f"file-{rank}", 0, rank)], {"m": {}}, [], [])
 
@@ -76,14 +90,12 @@ def test_a_rank_that_sees_the_commit_before_it_is_told_leaves_no_report(tmp_path
     open_storage(tmp_path / "s").prepare(durable=False)
     slow = Waits(tmp_path / "s", take)
 
-    @contextmanager
-    def committing() -> Iterator[None]:
-        yield
+    def look() -> None:
         slow.go.set()  # the manifest is there, and rank 0 has told nobody yet
         slow.join(1)
 
     storage = open_storage(tmp_path / "s")
-    commit_together(storage, take, part(0), 2, OPTIONS, 20.0, None, committing())
+    commit_together(storage, take, part(0), 2, OPTIONS, 20.0, None, AtCommit(look))
     slow.end()
     assert not [path.name for path in (tmp_path / "s").iterdir() if path.name.startswith(".")]
 

@@ -89,7 +89,8 @@ def commit_together(
 
     Args:
         timeout: seconds to wait for the other ranks.
-        committing: entered while rank 0 makes the snapshot visible.
+        committing: entered while this rank reports its part, and while rank 0 makes the snapshot
+            visible: whoever holds it has the last word about this rank.
         check: raises if this rank gives the take up; called while it waits, and before it commits.
 
     Raises:
@@ -98,19 +99,21 @@ def commit_together(
         SnapshotExistsError, LayoutMismatchError, OSError: as for
             :func:`~torchstore_snapshot.taking.take.commit`.
     """
+    committing = committing or nullcontext()
     if size == 1:
-        with committing or nullcontext():
+        with committing:
             check()
             commit(storage, take, [part], options, claim=claim)
         return
-    nbytes = _publish(storage, take, _Report(part.rank, part))
+    with committing:
+        nbytes = _publish(storage, take, _Report(part.rank, part))
     waiting = _Waiting(storage, take, size, timeout, check)
     if part.rank:
         waiting.for_commit(part.rank, nbytes)
         return
     parts = waiting.for_parts()
     try:
-        with committing or nullcontext():
+        with committing:
             check()
             commit(storage, take, parts, options, claim=claim)
     except Exception as error:

@@ -78,7 +78,7 @@ class _Program:
         """The program has ended. Tell the other ranks of its takes, and take what it staged out of
         the store, which may be there for longer.
         """
-        self.committing.acquire()  # for good: nothing is committed after others have been told
+        self.committing.acquire()  # for good: nothing is reported or committed after this
         for take in [*self._takes.values()]:
             if take.size > 1:
                 with contextlib.suppress(TorchStoreError, OSError):
