@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 from tests.support import disk_of, until
 
-from torchstore_snapshot import RankFailedError, Snapshot, SnapshotNotFoundError
+from torchstore_snapshot import RankFailedError, Snapshot, SnapshotNotFoundError, gc
 from torchstore_snapshot.background import messages as m
 from torchstore_snapshot.background import rendezvous
 from torchstore_snapshot.background.rendezvous import commit_together, report_failure
-from torchstore_snapshot.format.paths import new_take_id, part_file
+from torchstore_snapshot.format.paths import data_file, new_take_id, part_file
+from torchstore_snapshot.series.claims import Claim
 from torchstore_snapshot.storage.opening import open_storage
 from torchstore_snapshot.taking.take import Prepared
 
@@ -25,6 +26,7 @@ _giving_up = importlib.import_module("plugins.torchstore-snapshot.tests.backgrou
 _together = importlib.import_module("plugins.torchstore-snapshot.tests.background.test_together")
 writer, prepared, begun = _giving_up.writer, _giving_up.prepared, _giving_up.begun
 Writer = _giving_up.Writer
+_takes_without_a_claim = _together._takes_without_a_claim
 
 
 @pytest.fixture
@@ -70,6 +72,20 @@ def test_the_other_ranks_hear_of_a_rank_0_that_has_no_room_to_say_why(tmp_path: 
     report_failure(storage, take, 0, "OSError: No space left on device")
     with pytest.raises(RankFailedError, match=r"rank 0 failed: .*no room"):
         slow.end()
+
+
+def test_a_take_that_has_no_room_to_say_that_it_has_failed_does_not_look_alive(
+    tmp_path: Path,
+) -> None:
+    """Otherwise nothing of it could be collected for as long as the program runs."""
+    storage = open_storage(tmp_path / "s")
+    claim = Claim.begin(storage, new_take_id(), durable=False)
+    (tmp_path / "s" / data_file("m", claim.take, 0, 0)).write_bytes(bytes(100_000))
+    fill(tmp_path)
+    claim.abandon()
+    report = gc(tmp_path)
+    assert (report.running, report.dead, len(report.files)) == ((), (claim.take,), 2)
+    assert not (tmp_path / "s").exists()
 
 
 def test_a_rank_that_has_no_room_takes_back_what_it_has_reported(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import queue
 import socket
 import threading
@@ -43,6 +44,10 @@ class Writer:
         data = m.receive(self._there)
         assert data is not None
         return m.from_writer.decode(data)
+
+
+_together = importlib.import_module("plugins.torchstore-snapshot.tests.background.test_together")
+_takes_without_a_claim = _together._takes_without_a_claim
 
 
 @pytest.fixture

@@ -16,11 +16,18 @@ from torchstore_snapshot.background import rendezvous
 from torchstore_snapshot.background.rendezvous import commit_together, report_failure
 from torchstore_snapshot.format.manifest import DataFile
 from torchstore_snapshot.format.paths import new_take_id
+from torchstore_snapshot.series.claims import Claim
 from torchstore_snapshot.storage.opening import open_storage
 from torchstore_snapshot.taking.merging import Part
 from torchstore_snapshot.taking.take import TakeOptions, commit
 
 OPTIONS = TakeOptions(overwrite=True, fsync=False)
+
+
+@pytest.fixture(autouse=True)
+def _takes_without_a_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of most tests here have none, which is no sign of anything."""
+    monkeypatch.setattr(rendezvous, "_TOLD_S", 1000.0)
 
 
 class Waits:
@@ -131,6 +138,21 @@ def test_a_report_that_is_removed_is_a_lost_take(tmp_path: Path) -> None:
     for info in storage.list():
         storage.delete(info.name)
     with pytest.raises(TakeLostError):
+        slow.end()
+
+
+@pytest.mark.parametrize("how", ["abandon", "release"])
+def test_a_rank_sees_that_the_take_was_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """What rank 0 had said of it may have been collected before this one reported."""
+    monkeypatch.setattr(rendezvous, "_TOLD_S", 0.2)
+    storage = open_storage(tmp_path / "s")
+    storage.prepare(durable=False)
+    claim = Claim(storage, new_take_id())
+    slow = Waits(tmp_path / "s", claim.take)
+    getattr(claim, how)()
+    with pytest.raises(TakeLostError, match="given up"):
         slow.end()
 
 

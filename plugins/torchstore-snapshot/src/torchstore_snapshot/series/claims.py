@@ -24,7 +24,7 @@ from torchstore_snapshot.format.owners import host, started
 from torchstore_snapshot.format.paths import claim_file, new_take_id, take_of, temporary
 from torchstore_snapshot.storage.base import Storage
 
-__all__ = ["GRACE_S", "Claim", "Record", "alive", "claims_in", "decode", "require"]
+__all__ = ["GRACE_S", "Claim", "Record", "alive", "claims_in", "decode", "give_up", "require"]
 __all__ += ["withdraw"]
 
 #: Seconds without a sign of life after which a take on another host counts as dead.
@@ -151,6 +151,28 @@ def claims_in(storage: Storage, grace: float = GRACE_S) -> list[tuple[Record, bo
             continue  # the take has ended
         found.append((record, alive(record, info.modified, grace, now)))
     return found
+
+
+def give_up(storage: Storage, take: str) -> None:
+    """Say in the claim of a take that it is lost: it cannot be committed any more, and what it has
+    written may be collected at once. If the claim is gone, do nothing.
+
+    Raises:
+        OSError: the storage failed. There may be no claim then.
+    """
+    name = claim_file(take)
+    with contextlib.suppress(FileNotFoundError):
+        record = decode(storage.read(name))
+        if record is None or record.lost:
+            return
+        lost = msgspec.json.encode(msgspec.structs.replace(record, lost=True))
+        try:
+            storage.publish(name, lost, take=take, overwrite=True, durable=False)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            storage.delete(name)  # which makes room for it
+            storage.publish(name, lost, take=take, overwrite=True, durable=False)
 
 
 def withdraw(storage: Storage, take: str, *, keep_folder: bool) -> None:
@@ -372,8 +394,8 @@ class Claim:
         if self._record.host == _ANY_HOST:
             return
         with contextlib.suppress(OSError, TorchStoreError):
-            self._record = msgspec.structs.replace(self._found(), lost=True)
-            self._publish()
+            give_up(self._storage, self._record.take)
+            self._record = msgspec.structs.replace(self._record, lost=True)
 
     def _found(self) -> Record:
         return require(self._storage, self._record.take)
