@@ -129,7 +129,9 @@ class NotAtomicError(SnapshotStorageError):
 
 
 class SnapshotAccessError(SnapshotStorageError, PermissionError):
-    """There are no credentials for an object store, or it refused them."""
+    """There are no credentials for an object store, or it refused them; or a folder may not be
+    read, or written to.
+    """
 
     code = "snapshot-access"
 

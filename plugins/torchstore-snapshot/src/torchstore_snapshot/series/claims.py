@@ -23,6 +23,7 @@ from torchstore_snapshot.errors import TakeLostError
 from torchstore_snapshot.format.owners import host, started
 from torchstore_snapshot.format.paths import claim_file, new_take_id, take_of, temporary
 from torchstore_snapshot.storage.base import Storage
+from torchstore_snapshot.storage.naming import no_folder
 
 __all__ = ["GRACE_S", "Claim", "Record", "alive", "claims_in", "decode", "give_up", "require"]
 __all__ += ["withdraw"]
@@ -266,6 +267,8 @@ class Claim:
                     claim._stopped.set()
                     with contextlib.suppress(OSError, TorchStoreError):
                         _remove(storage, take, claim.made)  # an interrupt may come when it is there
+                    if isinstance(error, FileNotFoundError):
+                        raise no_folder(storage.url, error) from error
                     raise
                 # A garbage collection, or a take that failed, has removed the empty folder.
 
