@@ -117,7 +117,7 @@ def _named(
     """Let a method raise the errors of this package; see :func:`.naming_local`."""
 
     @functools.wraps(call)
-    def named(self: LocalStorage, *args: P.args, **kwargs: P.kwargs) -> T:
+    def named(self: LocalStorage, /, *args: P.args, **kwargs: P.kwargs) -> T:
         with naming_local(self._path):
             return call(self, *args, **kwargs)
 
