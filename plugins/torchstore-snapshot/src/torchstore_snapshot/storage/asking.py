@@ -19,7 +19,7 @@ _PATIENCE_S = 120.0
 _SLOWEST = 64 << 10
 
 
-def ask(fs: Any, url: str, method: str, *args: Any, nbytes: int = 0, **kwargs: Any) -> Any:
+def ask(fs: Any, url: str, method: str, /, *args: Any, nbytes: int = 0, **kwargs: Any) -> Any:
     """Call a method of a file system of fsspec that asks a server.
 
     Args:
@@ -39,7 +39,9 @@ def ask(fs: Any, url: str, method: str, *args: Any, nbytes: int = 0, **kwargs: A
     return sync(fs.loop, asking, fs, url, method, *args, nbytes=nbytes, **kwargs)
 
 
-async def asking(fs: Any, url: str, method: str, *args: Any, nbytes: int = 0, **kwargs: Any) -> Any:
+async def asking(
+    fs: Any, url: str, method: str, /, *args: Any, nbytes: int = 0, **kwargs: Any
+) -> Any:
     """The same in the event loop of an asynchronous file system."""
     limit = _PATIENCE_S + nbytes / _SLOWEST
     try:
