@@ -34,12 +34,16 @@ class Ranks:
         group: the process group; None: the default one if ``torch.distributed`` is initialised.
 
     Raises:
-        ConfigurationError: ``group`` is something else.
+        ConfigurationError: ``group`` is something else, or a group without this process.
     """
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         dist = torch.distributed
         given: object = group
+        if dist.is_available() and given is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ConfigurationError(
+                "this rank is not in the process group pg; only the ranks in it make this call"
+            )
         if given is not None and not (dist.is_available() and isinstance(given, dist.ProcessGroup)):
             raise ConfigurationError(f"pg is a process group of torch.distributed, not {given!r}")
         self.rank, self.size = 0, 1
