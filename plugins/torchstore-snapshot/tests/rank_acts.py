@@ -6,6 +6,8 @@ import os
 import resource
 import signal
 import time
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ import torchstore_core as ts
 from torchstore_snapshot import (
     RankFailedError,
     RNGState,
+    Series,
     Snapshot,
     SnapshotExistsError,
     StateDict,
@@ -290,6 +293,41 @@ def take_twice(folder: str) -> str:
     except (SnapshotExistsError, RankFailedError) as error:
         return type(error).__name__
     return "taken"
+
+
+def give_wrong_arguments(folder: str, call: str, wrong: dict[str, Any]) -> tuple[str, float]:
+    """Rank 1 does. Returns the error of this rank, and after how many seconds it was raised."""
+    state = {"m": StateDict(x=torch.ones(2))}
+    given = wrong if dist.get_rank() == 1 else {}
+    calls: dict[str, Any] = {
+        "take": partial(Snapshot.take, folder, state),
+        "async_take": partial(Snapshot.async_take, folder, state),
+        "series": lambda **options: Series(folder).take(options.pop("name", "a"), state, **options),
+    }
+    begun = time.monotonic()
+    try:
+        calls[call](**given)
+    except (ts.TorchStoreError, TypeError) as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - begun
+    return "", 0.0
+
+
+def stop_in_a_take(folder: str, results: str) -> str:
+    """The last rank is stopped for longer than the others wait, which write down that they do not
+    any more. Returns what each raises.
+    """
+    group = dist.new_group(timeout=timedelta(seconds=5))
+    rank = dist.get_rank()
+    if rank == dist.get_world_size() - 1:
+        Path(results, "stopped").write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        Snapshot.take(folder, {"m": StateDict(x=torch.ones(2))}, pg=group)
+    except RankFailedError as error:
+        return str(error)
+    finally:
+        Path(results, str(rank)).touch()
+    return ""
 
 
 def die_in_a_take(folder: str, moment: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
@@ -85,6 +86,8 @@ def test_what_is_no_other_argument(tmp_path: Path) -> None:
                 call(path, STATE, pg=given)
         with pytest.raises(ts.ConfigurationError, match="pg"):
             Snapshot(path, pg=given).restore(STATE)
+    with pytest.raises(ts.ConfigurationError, match="this rank is not in the process group"):
+        Snapshot.take(path, STATE, pg=dist.GroupMember.NON_GROUP_MEMBER)
     for given in ("", b"x", -1, True, float("nan")):
         with pytest.raises(ts.ConfigurationError, match="timeout"):
             PendingSnapshot(Snapshot(path), Future()).wait(given)

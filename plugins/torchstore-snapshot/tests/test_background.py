@@ -147,6 +147,7 @@ async def test_in_an_event_loop(tmp_path: Path) -> None:
         tmp_path / "s", {"m": state(2)}, fsync=False
     )
     assert holds(await pending, state(2))
+    assert (await AsyncSnapshot(pending.path).read_object("m/n")) == 2
     snapshot = await AsyncSnapshot.take(tmp_path / "t", {"m": state(4)}, fsync=False)
     own = state(0)
     await snapshot.restore({"m": own})

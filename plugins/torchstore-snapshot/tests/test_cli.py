@@ -226,7 +226,9 @@ def test_convert_makes_what_it_says(taken: Path) -> None:
     back = taken.parent / "back"
     assert "safetensors → snapshot, 2 tensors" in call("convert", into, back).out
     assert torch.equal(Snapshot(back).read_object("model/w"), state()["model"]["w"])
-    assert call("convert", into, back).status == 1
+    refused = call("convert", into, back)
+    assert refused.status == 1
+    assert "give --overwrite to replace it" in refused.err
     assert call("convert", into, back, "--overwrite").status == 0
 
 
@@ -236,6 +238,7 @@ def test_convert_one_key_of_several(taken: Path) -> None:
     into = taken.parent / "plain"
     refused = call("convert", taken, into, "--to", "safetensors")
     assert (refused.status, refused.err.split(":")[1]) == (1, " layout-mismatch")
+    assert "say which, --key\n" in refused.err
     for kind in ("dcp", "torchsnapshot", "safetensors"):
         missing = call("convert", taken, into, "--to", kind, "--key", "c")
         assert (missing.status, missing.err.split(":")[1]) == (1, " snapshot-not-found")

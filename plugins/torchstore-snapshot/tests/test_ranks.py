@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -267,6 +270,45 @@ async def test_all_ranks_hear_of_one_that_dies_in_a_restore(
         await jobs["four"].run(acts.die_in_a_restore, folder, moment, str(results))
     said = [path.read_text() for path in sorted(results.iterdir())]
     assert len(said) == 3
-    assert all("one of which may have died" in text for text in said)
+    assert all("rank 3, one of which may have died" in text for text in said)
     assert max(int(text.split()[0]) for text in said) < 30
     assert await jobs["four"].run(acts.restore_halves, folder, True) == [("", "", True, True)] * 4
+
+
+_OPTION = {"compression": "zstd"}
+
+
+@pytest.mark.parametrize(
+    ("call", "wrong"),
+    [
+        ("take", _OPTION),
+        ("take", {"storage_options": "none"}),
+        ("async_take", _OPTION),
+        ("series", {"name": "a/b"}),
+        ("series", _OPTION),
+    ],
+)
+async def test_all_ranks_hear_at_once_of_wrong_arguments_of_one(
+    jobs: Jobs, tmp_path: Path, call: str, wrong: dict[str, str]
+) -> None:
+    (first, seconds), (own, _) = await jobs["two"].run(
+        acts.give_wrong_arguments, str(tmp_path / "s"), call, wrong
+    )
+    assert own.startswith("ConfigurationError: ")
+    assert first.startswith(f"RankFailedError: given up, because other ranks failed (rank 1: {own}")
+    assert seconds < 30
+    assert not (tmp_path / "s").exists()
+
+
+async def test_the_others_say_which_rank_is_silent(jobs: Jobs, tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    results.mkdir()
+    running = asyncio.ensure_future(
+        jobs["four"].run(acts.stop_in_a_take, str(tmp_path / "s"), str(results))
+    )
+    await until(lambda: running.done() or len(os.listdir(results)) == 4, 60)
+    os.kill(int((results / "stopped").read_text()), signal.SIGCONT)
+    said = (await running)[:3]
+    assert all("has not heard from " in text for text in said)
+    assert all("rank 3, one of which may have died" in text for text in said)
+    assert gc(tmp_path).running == ()

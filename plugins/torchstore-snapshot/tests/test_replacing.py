@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -204,6 +206,26 @@ def test_a_map_that_was_left_behind_is_replaced(tmp_path: Path) -> None:
     Snapshot.take(tmp_path, state(3), overwrite=True)
     (file,) = Snapshot(tmp_path).manifest.files
     assert file.name.encode() in (tmp_path / MAP).read_bytes()
+
+
+def test_the_map_of_a_snapshot_that_could_not_be_replaced_is_there_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Snapshot.take(tmp_path, state(1))
+    before, rename = contents(tmp_path), os.rename
+    there: list[bool] = []
+
+    def fail(old: str, new: str) -> None:
+        if new.endswith(MANIFEST):
+            there.append((tmp_path / MAP).exists())
+            raise OSError(errno.EIO, "the disk is broken")
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(OSError, match="the disk is broken"):
+        Snapshot.take(tmp_path, state(2), overwrite=True)
+    assert there == [False]
+    assert contents(tmp_path).items() >= before.items()
 
 
 @pytest.mark.parametrize("gone", [False, True])

@@ -1,9 +1,11 @@
 """The same calls for programs that are async: ``from torchstore_snapshot.aio import Snapshot``.
 
-Names, arguments, results and errors are those of :mod:`torchstore_snapshot`. What blocks runs in a
-thread, so that the event loop goes on. A call that is cancelled raises CancelledError when it has
-stopped: by then it neither reads nor writes any tensor of the program. A take that was not
-committed at that moment never is; a restore may have written to some tensors.
+Names, arguments, results and errors are those of :mod:`torchstore_snapshot`; where a snapshot is
+the result, it is one of this module, except that of awaiting what ``async_take`` returns, which is
+a :class:`torchstore_snapshot.PendingSnapshot`. What blocks runs in a thread, so that the event loop
+goes on. A call that is cancelled raises CancelledError when it has stopped: by then it neither
+reads nor writes any tensor of the program. A take that was not committed at that moment never is; a
+restore may have written to some tensors.
 """
 
 from __future__ import annotations
@@ -68,8 +70,8 @@ class Snapshot:
     async def async_take(
         path: str | os.PathLike[str], app_state: AppState, *args: Any, **kwargs: Any
     ) -> PendingSnapshot:
-        """See :meth:`torchstore_snapshot.Snapshot.async_take`; raises the same. What it returns can
-        be awaited for the (blocking) snapshot.
+        """See :meth:`torchstore_snapshot.Snapshot.async_take`; raises the same. To await what it
+        returns gives the blocking snapshot; ``Snapshot(pending.path)`` is one of this module.
         """
         return await in_thread(
             partial(blocking.Snapshot.async_take, path, app_state, *args, **kwargs)
@@ -152,8 +154,8 @@ class Series:
         return Snapshot._of(await in_thread(take))
 
     async def async_take(self, name: str, app_state: AppState, **options: Any) -> PendingSnapshot:
-        """See :meth:`torchstore_snapshot.Series.async_take`; raises the same. What it returns can
-        be awaited for the (blocking) snapshot.
+        """See :meth:`torchstore_snapshot.Series.async_take`; raises the same. To await what it
+        returns gives the blocking snapshot; ``Snapshot(pending.path)`` is one of this module.
         """
         return await in_thread(partial(self._series.async_take, name, app_state, **options))
 

@@ -19,6 +19,7 @@ __all__ = [
     "SnapshotReplacedError",
     "SnapshotStorageError",
     "SnapshotUnavailableError",
+    "SnapshotUndecidedError",
     "SnapshotVersionError",
     "SnapshotWriterError",
     "TakeLostError",
@@ -128,7 +129,9 @@ class NotAtomicError(SnapshotStorageError):
 
 
 class SnapshotAccessError(SnapshotStorageError, PermissionError):
-    """There are no credentials for an object store, or it refused them."""
+    """There are no credentials for an object store, or it refused them; or a folder may not be
+    read, or written to.
+    """
 
     code = "snapshot-access"
 
@@ -143,6 +146,15 @@ class SnapshotUnavailableError(SnapshotStorageError, ConnectionError):
     """An object store cannot be reached, went away, or kept failing when requests were repeated."""
 
     code = "snapshot-unavailable"
+
+
+class SnapshotUndecidedError(SnapshotUnavailableError):
+    """An object store went away when a snapshot was to become visible, and does not say whether it
+    is. What the take has written, and what it refers to, stays for a quarter of an hour; then a
+    garbage collection removes it if there is no such snapshot.
+    """
+
+    code = "snapshot-undecided"
 
 
 class TakeLostError(SnapshotError):

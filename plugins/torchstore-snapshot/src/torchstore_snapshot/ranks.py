@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import msgspec
@@ -32,12 +34,16 @@ class Ranks:
         group: the process group; None: the default one if ``torch.distributed`` is initialised.
 
     Raises:
-        ConfigurationError: ``group`` is something else.
+        ConfigurationError: ``group`` is something else, or a group without this process.
     """
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         dist = torch.distributed
         given: object = group
+        if dist.is_available() and given is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ConfigurationError(
+                "this rank is not in the process group pg; only the ranks in it make this call"
+            )
         if given is not None and not (dist.is_available() and isinstance(given, dist.ProcessGroup)):
             raise ConfigurationError(f"pg is a process group of torch.distributed, not {given!r}")
         self.rank, self.size = 0, 1
@@ -52,6 +58,20 @@ class Ranks:
         made.rank, made.size, made._group = 0, 1, None
         return made
 
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """While this rank alone looks at what it was given, and before the first exchange of a call
+        that all ranks make: what is raised is told to the others, which would wait for this one.
+
+        Raises:
+            BaseException: what the body raises.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self.exchange(None, object, error)
+            raise
+
     def exchange(
         self, value: T | None, kind: type[T], error: BaseException | None = None
     ) -> list[T]:
@@ -62,7 +82,8 @@ class Ranks:
             kind: the type of the value, which msgpack can encode and decode.
 
         Raises:
-            RankFailedError: another rank sent an error, or has died.
+            RankFailedError: another rank sent an error, or has died, or was silent for longer than
+                the group's timeout.
             BaseException: ``error``, after it was sent.
         """
         if self.size == 1:
@@ -74,12 +95,10 @@ class Ranks:
         sent = msgspec.msgpack.encode(_Message(msgspec.Raw(data), text))
         try:
             replies = self._gather(sent)
-        except RuntimeError as lost:  # what collectives raise
+        except RankFailedError:
             if error is not None:
                 raise error from None
-            raise RankFailedError(
-                f"rank {self.rank} cannot reach the other ranks, one of which may have died: {lost}"
-            ) from lost
+            raise
         if error is not None:
             raise error
         messages = [msgspec.msgpack.decode(reply, type=_Message) for reply in replies]
@@ -102,9 +121,26 @@ class Ranks:
         if dist.get_backend(self._group) == "nccl":
             device = torch.device("cuda", torch.cuda.current_device())
         sizes = torch.zeros(self.size, dtype=torch.int64, device=device)
-        dist.all_to_all_single(sizes, torch.full_like(sizes, len(data)), group=self._group)
-        lengths = sizes.tolist()
-        sent = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device).repeat(self.size)
-        received = torch.empty(sum(lengths), dtype=torch.uint8, device=device)
-        dist.all_to_all_single(received, sent, lengths, [len(data)] * self.size, group=self._group)
-        return [bytes(part.numpy()) for part in received.cpu().split(lengths)]
+        try:
+            dist.all_to_all_single(sizes, torch.full_like(sizes, len(data)), group=self._group)
+            lengths = sizes.tolist()
+            sent = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device).repeat(self.size)
+            received = torch.empty(sum(lengths), dtype=torch.uint8, device=device)
+            given = [len(data)] * self.size
+            dist.all_to_all_single(received, sent, lengths, given, group=self._group)
+            return [bytes(part.numpy()) for part in received.cpu().split(lengths)]
+        except RuntimeError as lost:  # what collectives raise
+            silent = self._silent(sizes) or "the other ranks"
+            raise RankFailedError(
+                f"rank {self.rank} has not heard from {silent}, one of which may have died, or "
+                f"been stopped: {lost}"
+            ) from lost
+
+    def _silent(self, sizes: torch.Tensor) -> str:
+        """Return the ranks that have not sent a size: no message is empty."""
+        if not sizes.is_cpu:
+            return ""
+        heard = sizes.tolist()
+        return ", ".join(
+            f"rank {rank}" for rank in range(self.size) if not heard[rank] and rank != self.rank
+        )

@@ -8,17 +8,17 @@ import importlib
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from tests.support import disk_of, until
 
-from torchstore_snapshot import RankFailedError, Snapshot, SnapshotNotFoundError
+from torchstore_snapshot import RankFailedError, Snapshot, SnapshotNotFoundError, gc
 from torchstore_snapshot.background import messages as m
 from torchstore_snapshot.background import rendezvous
 from torchstore_snapshot.background.rendezvous import commit_together, report_failure
-from torchstore_snapshot.format.paths import new_take_id, part_file
+from torchstore_snapshot.format.paths import data_file, new_take_id, part_file
+from torchstore_snapshot.series.claims import Claim
 from torchstore_snapshot.storage.opening import open_storage
 from torchstore_snapshot.taking.take import Prepared
 
@@ -26,6 +26,7 @@ _giving_up = importlib.import_module("plugins.torchstore-snapshot.tests.backgrou
 _together = importlib.import_module("plugins.torchstore-snapshot.tests.background.test_together")
 writer, prepared, begun = _giving_up.writer, _giving_up.prepared, _giving_up.begun
 Writer = _giving_up.Writer
+_takes_without_a_claim = _together._takes_without_a_claim
 
 
 @pytest.fixture
@@ -73,6 +74,20 @@ def test_the_other_ranks_hear_of_a_rank_0_that_has_no_room_to_say_why(tmp_path: 
         slow.end()
 
 
+def test_a_take_that_has_no_room_to_say_that_it_has_failed_does_not_look_alive(
+    tmp_path: Path,
+) -> None:
+    """Otherwise nothing of it could be collected for as long as the program runs."""
+    storage = open_storage(tmp_path / "s")
+    claim = Claim.begin(storage, new_take_id(), durable=False)
+    (tmp_path / "s" / data_file("m", claim.take, 0, 0)).write_bytes(bytes(100_000))
+    fill(tmp_path)
+    claim.abandon()
+    report = gc(tmp_path)
+    assert (report.running, report.dead, len(report.files)) == ((), (claim.take,), 2)
+    assert not (tmp_path / "s").exists()
+
+
 def test_a_rank_that_has_no_room_takes_back_what_it_has_reported(tmp_path: Path) -> None:
     take = new_take_id()
     storage = open_storage(tmp_path / "s")
@@ -96,12 +111,8 @@ def test_a_rank_is_not_kept_waiting_by_a_rank_0_that_has_no_room_to_say_that_it_
     storage.prepare(durable=False)
     slow = _together.Waits(tmp_path / "s", take)
 
-    @contextmanager
-    def committing() -> Iterator[None]:
-        yield
-        fill(tmp_path)
-
-    args = (storage, take, _together.part(0), 2, _together.OPTIONS, 20.0, None, committing())
+    committing = _together.AtCommit(lambda: fill(tmp_path))
+    args = (storage, take, _together.part(0), 2, _together.OPTIONS, 20.0, None, committing)
     commit_together(*args)
     assert Snapshot(storage.url).manifest.take == take
     slow.go.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import queue
 import socket
 import threading
@@ -43,6 +44,10 @@ class Writer:
         data = m.receive(self._there)
         assert data is not None
         return m.from_writer.decode(data)
+
+
+_together = importlib.import_module("plugins.torchstore-snapshot.tests.background.test_together")
+_takes_without_a_claim = _together._takes_without_a_claim
 
 
 @pytest.fixture
@@ -112,6 +117,40 @@ async def test_a_rank_that_has_not_reported_leaves_no_files(
     report = file.parent / part_file(prepared.take, 1)
     await until(report.exists, 30)
     assert [*file.parent.iterdir()] == [report]
+
+
+class _Lock:
+    """Says that a second one waits for it."""
+
+    def __init__(self) -> None:
+        self._lock, self.wanted = threading.Lock(), threading.Event()
+
+    def acquire(self) -> None:
+        self._lock.acquire()
+
+    def __enter__(self) -> None:
+        self.wanted.set()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+async def test_a_rank_whose_program_has_ended_reports_nothing_else(
+    writer: Writer, prepared: Prepared
+) -> None:
+    """The thread that writes would replace what the other one has just told the other ranks, which
+    would wait for this one until they gave up.
+    """
+    lock = writer._program.committing = _Lock()  # type: ignore[assignment]
+    file = begun(writer, prepared, 60.0)
+    await until(file.exists, 30)
+    writer._program.bury()
+    report = file.parent / part_file(prepared.take, 1)
+    said = report.read_bytes()
+    writer.tell(m.Finish(1))
+    await until(lambda: lock.wanted.is_set() or report.read_bytes() != said, 30)
+    assert b"its program has ended" in report.read_bytes()
 
 
 @pytest.mark.parametrize(

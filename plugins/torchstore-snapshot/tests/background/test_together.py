@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,18 @@ from torchstore_snapshot.background import rendezvous
 from torchstore_snapshot.background.rendezvous import commit_together, report_failure
 from torchstore_snapshot.format.manifest import DataFile
 from torchstore_snapshot.format.paths import new_take_id
+from torchstore_snapshot.series.claims import Claim
 from torchstore_snapshot.storage.opening import open_storage
 from torchstore_snapshot.taking.merging import Part
 from torchstore_snapshot.taking.take import TakeOptions, commit
 
 OPTIONS = TakeOptions(overwrite=True, fsync=False)
+
+
+@pytest.fixture(autouse=True)
+def _takes_without_a_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of most tests here have none, which is no sign of anything."""
+    monkeypatch.setattr(rendezvous, "_TOLD_S", 1000.0)
 
 
 class Waits:
@@ -55,6 +61,21 @@ class Waits:
         self.result.result(0)
 
 
+class AtCommit:
+    """What rank 0 enters to report its part and to commit; calls something after the latter."""
+
+    def __init__(self, then: Callable[[], object]) -> None:
+        self._then, self._left = then, 0
+
+    def __enter__(self) -> None:
+        """Nothing is held."""
+
+    def __exit__(self, *_: object) -> None:
+        self._left += 1
+        if self._left == 2:
+            self._then()
+
+
 def part(rank: int) -> Part:
     return Part(rank, ["m"], [DataFile(f"file-{rank}", 0, rank)], {"m": {}}, [], [])
 
@@ -76,14 +97,12 @@ def test_a_rank_that_sees_the_commit_before_it_is_told_leaves_no_report(tmp_path
     open_storage(tmp_path / "s").prepare(durable=False)
     slow = Waits(tmp_path / "s", take)
 
-    @contextmanager
-    def committing() -> Iterator[None]:
-        yield
+    def look() -> None:
         slow.go.set()  # the manifest is there, and rank 0 has told nobody yet
         slow.join(1)
 
     storage = open_storage(tmp_path / "s")
-    commit_together(storage, take, part(0), 2, OPTIONS, 20.0, None, committing())
+    commit_together(storage, take, part(0), 2, OPTIONS, 20.0, None, AtCommit(look))
     slow.end()
     assert not [path.name for path in (tmp_path / "s").iterdir() if path.name.startswith(".")]
 
@@ -119,6 +138,21 @@ def test_a_report_that_is_removed_is_a_lost_take(tmp_path: Path) -> None:
     for info in storage.list():
         storage.delete(info.name)
     with pytest.raises(TakeLostError):
+        slow.end()
+
+
+@pytest.mark.parametrize("how", ["abandon", "release"])
+def test_a_rank_sees_that_the_take_was_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """What rank 0 had said of it may have been collected before this one reported."""
+    monkeypatch.setattr(rendezvous, "_TOLD_S", 0.2)
+    storage = open_storage(tmp_path / "s")
+    storage.prepare(durable=False)
+    claim = Claim(storage, new_take_id())
+    slow = Waits(tmp_path / "s", claim.take)
+    getattr(claim, how)()
+    with pytest.raises(TakeLostError, match="given up"):
         slow.end()
 
 

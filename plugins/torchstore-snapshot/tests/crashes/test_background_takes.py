@@ -29,6 +29,7 @@ from torchstore_snapshot.background.job import STORE
 from torchstore_snapshot.background.staging import PREFIX, begin_message
 from torchstore_snapshot.background.writer import _Program, _serve
 from torchstore_snapshot.format.paths import MANIFEST
+from torchstore_snapshot.format.weight_maps import MAP
 from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.taking.take import TakeOptions, prepare
 
@@ -237,6 +238,9 @@ async def test_the_other_ranks_hear_at_once_of_one_that_dies(
         assert said.startswith(f"RankFailedError given up, because rank {dies} failed: ")
     await until(lambda: not any(started(mark).values()), 30)
     assert torch.equal(Snapshot(folder).read_object("m/mine"), torch.ones(5))
+    gc(tmp_path)  # also what the ranks have told each other, at once
+    (file,) = Snapshot(folder).manifest.files
+    assert {path.name for path in folder.iterdir()} == {MANIFEST, f"m{MAP}", file.name}
 
 
 _STAGES = """

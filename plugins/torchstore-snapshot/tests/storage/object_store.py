@@ -31,8 +31,10 @@ class ObjectStore:
     paths and queries; ``parallel`` is how many requests were served at a time, at most.
 
     ``before`` is called with a request's environment before it is served; if it raises
-    ConnectionResetError, the connection is closed without a reply. ``refuse`` denies access, and
-    ``busy`` says which requests are answered with that the client is to slow down.
+    ConnectionResetError, the connection is closed without a reply. ``refuse`` denies access,
+    ``busy`` says which requests are answered with that the client is to slow down, and ``cut`` of
+    which the connection is closed instead of replying, although they were carried out. ``trickle``
+    says which replies are sent byte by byte, one each 10 ms.
     """
 
     def __init__(self) -> None:
@@ -42,10 +44,12 @@ class ObjectStore:
         self.ranges: list[str] = []
         self.parallel = 0
         self._active = 0
-        self._met = threading.Event()
+        self._met, self._never = threading.Event(), threading.Event()
         self._lock = threading.Lock()
         self.refuse = False
         self.busy: Callable[[dict[str, Any]], bool] = lambda _: False
+        self.cut: Callable[[dict[str, Any]], bool] = lambda _: False
+        self.trickle: Callable[[dict[str, Any]], bool] = lambda _: False
         self.before: Callable[[dict[str, Any]], object] | None = None
         self._app = DomainDispatcherApplication(create_backend_app)
         handler = type("Handler", (MotoRequestHandler,), {"log": lambda *_: None})
@@ -61,7 +65,7 @@ class ObjectStore:
         self.ranges.clear()
         self._met.clear()
         self.before = None
-        self.busy = lambda _: False
+        self.busy = self.cut = self.trickle = lambda _: False
 
     def meet(self, environ: dict[str, Any]) -> None:
         """As ``before``: parts of files wait for another request, unless none comes. So who sends
@@ -102,7 +106,17 @@ class ObjectStore:
                 start(status, [kind, size])
                 yield body if environ["REQUEST_METHOD"] != "HEAD" else b""
                 return
+            if self.cut(environ):
+                b"".join(self._app(environ, lambda *_: lambda _: None))
+                environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+                raise ConnectionResetError
+            trickles = self.trickle(environ)
             for chunk in self._app(environ, start):
+                for byte in chunk if trickles else b"":
+                    yield bytes([byte])
+                    self._never.wait(0.01)
+                if trickles:
+                    continue
                 with self._lock:
                     self.sent += len(chunk)
                 yield chunk

@@ -98,7 +98,8 @@ class Series:
         Raises:
             ConfigurationError: ``name`` is not the name of one folder.
         """
-        path = self._member(name)
+        with Ranks(options.get("pg")).telling():
+            path = self._member(name)
         taken = Snapshot.take(path, app_state, **self._with_defaults(options))
         self._tidy(options)
         return taken
@@ -108,7 +109,8 @@ class Series:
         committed. Arguments and errors are those of :meth:`Snapshot.async_take`, and of
         :meth:`take`.
         """
-        path = self._member(name)
+        with Ranks(options.get("pg")).telling():
+            path = self._member(name)
         pending = Snapshot.async_take(path, app_state, **self._with_defaults(options))
         if self.keep_last is None or _rank(options):
             return pending

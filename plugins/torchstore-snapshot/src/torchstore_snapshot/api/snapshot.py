@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -100,7 +101,8 @@ class Snapshot:
         Args:
             path: where to; if ranks differ, that of rank 0 counts.
             app_state: objects with ``state_dict()`` and ``load_state_dict()``, by key.
-            pg: the ranks that take part; None: as for the class.
+            pg: the ranks that take part; None: as for the class. A rank that gives another one than
+                the others, or none, is not heard by them: they wait until their group times out.
             replicated: globs of paths (``"model/*"``) whose values are the same on all ranks.
             overwrite: replace a snapshot that is already there, in one step.
             fsync: flush all files before the snapshot is committed. Without it, a power failure
@@ -125,11 +127,14 @@ class Snapshot:
             RankFailedError: another rank failed.
             OSError: the storage failed, for example because it is full.
         """
-        chosen = _options(
-            base, overwrite=overwrite, fsync=fsync, allow_pickle=allow_pickle, **options
-        )
-        with using(storage_options):
-            url = take(path, app_state, Ranks(pg), replicated, chosen)
+        ranks = Ranks(pg)
+        with contextlib.ExitStack() as opened:
+            with ranks.telling():
+                chosen = _options(
+                    base, overwrite=overwrite, fsync=fsync, allow_pickle=allow_pickle, **options
+                )
+                opened.enter_context(using(storage_options))
+            url = take(path, app_state, ranks, replicated, chosen)
         return cls(url, pg, allow_pickle=allow_pickle, storage_options=storage_options)
 
     @classmethod
@@ -170,16 +175,19 @@ class Snapshot:
             TorchStoreError: as for :meth:`take`; errors of writing are raised by
                 ``PendingSnapshot.wait``.
         """
-        chosen = _options(
-            base,
-            memory_budget=memory_budget,
-            overwrite=overwrite,
-            fsync=fsync,
-            allow_pickle=allow_pickle,
-            **options,
-        )
-        with using(storage_options):
-            agreed = agree(path, app_state, Ranks(pg), replicated, chosen, allowed)
+        ranks = Ranks(pg)
+        with contextlib.ExitStack() as opened:
+            with ranks.telling():
+                chosen = _options(
+                    base,
+                    memory_budget=memory_budget,
+                    overwrite=overwrite,
+                    fsync=fsync,
+                    allow_pickle=allow_pickle,
+                    **options,
+                )
+                opened.enter_context(using(storage_options))
+            agreed = agree(path, app_state, ranks, replicated, chosen, allowed)
             future = begin(agreed)
         url = agreed.first.url
         made = cls(url, pg, allow_pickle=allow_pickle, storage_options=storage_options)

@@ -26,7 +26,7 @@ from torchstore_snapshot.errors import (
 from torchstore_snapshot.format.hashes import Digest, digest_of
 from torchstore_snapshot.format.manifest import Entry, ObjectEntry, Piece
 from torchstore_snapshot.format.safetensors_files import Layout
-from torchstore_snapshot.series.claims import Claim, withdraw
+from torchstore_snapshot.series.claims import Claim, give_up, withdraw
 from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.storage.gathering import SHORT_STEP
 from torchstore_snapshot.storage.opening import read_manifest
@@ -164,18 +164,23 @@ class WrittenTake:
         """Remove what was written, and tell the other ranks. Returns whether they could be told.
 
         Args:
-            undecided: another rank may still commit the take, so what was written stays.
+            undecided: the take may be committed nevertheless, so what was written stays.
         """
         # Once rank 0 may know what this rank has written, only rank 0 decides.
-        reported = self._committing and (self._join.rank > 0 or self._visible())
+        kept = undecided or (self._committing and (self._join.rank > 0 or self._visible()))
         several = self._join.size > 1
-        if self._files is not None and not undecided and not reported:
+        if self._files is not None and not kept:
             self._files.abort()
+        # What tells other ranks of it stays, and the claim says whose it is.
+        abandoned = several and not kept
         try:
             if self._claim is not None:
-                self._claim.release(keep_folder=several)
+                self._claim.abandon() if abandoned else self._claim.release(keep_folder=several)
             elif self._begin is not None and self._begin.claimed:  # nobody renews it any more
-                withdraw(self._storage, self._join.take, keep_folder=several)
+                if abandoned:
+                    give_up(self._storage, self._join.take)
+                else:
+                    withdraw(self._storage, self._join.take, keep_folder=several)
             if several:
                 report_failure(self._storage, self._join.take, self._join.rank, error)
         except (TorchStoreError, OSError):

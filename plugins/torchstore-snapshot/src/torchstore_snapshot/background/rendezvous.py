@@ -22,8 +22,8 @@ from torchstore_snapshot.errors import (
     SnapshotNotFoundError,
     TakeLostError,
 )
-from torchstore_snapshot.format.paths import MANIFEST, part_file, take_of
-from torchstore_snapshot.series.claims import Claim
+from torchstore_snapshot.format.paths import MANIFEST, claim_file, part_file, take_of
+from torchstore_snapshot.series.claims import Claim, require
 from torchstore_snapshot.storage.base import FileInfo, Storage
 from torchstore_snapshot.storage.opening import read_manifest
 from torchstore_snapshot.taking.merging import Part
@@ -89,7 +89,8 @@ def commit_together(
 
     Args:
         timeout: seconds to wait for the other ranks.
-        committing: entered while rank 0 makes the snapshot visible.
+        committing: entered while this rank reports its part, and while rank 0 makes the snapshot
+            visible: whoever holds it has the last word about this rank.
         check: raises if this rank gives the take up; called while it waits, and before it commits.
 
     Raises:
@@ -98,19 +99,21 @@ def commit_together(
         SnapshotExistsError, LayoutMismatchError, OSError: as for
             :func:`~torchstore_snapshot.taking.take.commit`.
     """
+    committing = committing or nullcontext()
     if size == 1:
-        with committing or nullcontext():
+        with committing:
             check()
             commit(storage, take, [part], options, claim=claim)
         return
-    nbytes = _publish(storage, take, _Report(part.rank, part))
+    with committing:
+        nbytes = _publish(storage, take, _Report(part.rank, part))
     waiting = _Waiting(storage, take, size, timeout, check)
     if part.rank:
         waiting.for_commit(part.rank, nbytes)
         return
     parts = waiting.for_parts()
     try:
-        with committing or nullcontext():
+        with committing:
             check()
             commit(storage, take, parts, options, claim=claim)
     except Exception as error:
@@ -175,14 +178,16 @@ class _Waiting:
         """Return when rank 0 says that it has committed. It says so in the file of this rank,
         because the manifest may be that of a later take by the time that this one looks. If this
         rank sees the manifest first, it waits nevertheless: the file would come back after it was
-        removed. Unless rank 0 says nothing, because it was killed.
+        removed. Unless rank 0 says nothing, because it was killed. That the claim has ended says as
+        much of a take that is not committed.
 
         Args:
             own: this rank.
             nbytes: the size of what it has reported.
         """
         name = part_file(self._take, own)
-        told_by: float | None = None  # the manifest is there: when this is over, at the latest
+        committed = False
+        told_by: float | None = None  # the take has ended: when this is over, at the latest
         while True:
             files = self._files()
             mine = files.get(name)
@@ -191,26 +196,39 @@ class _Waiting:
                 if report is not None and report.committed:
                     self._storage.delete(name)
                     return
-            if told_by is None and self._new(files, MANIFEST) and self._committed():
+            committed = committed or (self._new(files, MANIFEST) and self._committed())
+            if told_by is None and (committed or self._ended(files)):
                 told_by = time.monotonic() + _TOLD_S
-            if told_by is not None:
-                if mine is None or time.monotonic() > told_by:
-                    self._storage.delete(name)
-                    return
-                time.sleep(_PAUSE_S)
-                continue
-            if mine is None:
-                if self._committed():  # since its files were listed
-                    return
+            late = told_by is not None and time.monotonic() > told_by
+            if committed and (mine is None or late):
+                self._storage.delete(name)
+                return
+            if mine is None and self._committed():  # since its files were listed
+                return
+            if not committed and (mine is None or late):
                 raise TakeLostError(
-                    f"what rank {own} had reported of the take {self._take} at "
-                    f"{self._storage.url!r} was removed, by a garbage collection or by somebody "
+                    f"the take {self._take} at {self._storage.url!r} was given up, or what rank "
+                    f"{own} had reported of it was removed, by a garbage collection or by somebody "
                     "else; take the snapshot again",
                     details={"path": self._storage.url, "take": self._take},
                 )
-            if self._new(files, part_file(self._take, 0)):
+            if not committed and self._new(files, part_file(self._take, 0)):
                 self._report(0)
-            self._wait([0])
+            if committed:
+                time.sleep(_PAUSE_S)
+            else:
+                self._wait([0])
+
+    def _ended(self, files: dict[str, FileInfo]) -> bool:
+        """Whether the claim of the take is gone, or says that it was given up."""
+        name = claim_file(self._take)
+        if name in files and not self._new(files, name):
+            return False
+        try:
+            require(self._storage, self._take)
+        except TakeLostError:
+            return True
+        return False
 
     def _files(self) -> dict[str, FileInfo]:
         return {

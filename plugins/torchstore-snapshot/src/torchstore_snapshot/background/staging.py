@@ -21,9 +21,10 @@ from torchstore_snapshot.background.batches import batches, units_of
 from torchstore_snapshot.background.process import Job, WriterProcess, the_writer
 from torchstore_snapshot.background.rendezvous import report_failure
 from torchstore_snapshot.background.stores import bounded, own_store, put, unstage
-from torchstore_snapshot.errors import SnapshotWriterError
+from torchstore_snapshot.errors import SnapshotUndecidedError, SnapshotWriterError
 from torchstore_snapshot.format.hashes import Digest
 from torchstore_snapshot.progress import metered
+from torchstore_snapshot.series.claims import Claim
 from torchstore_snapshot.stopping import check, run_in_background
 from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.storage.opening import open_storage
@@ -213,7 +214,7 @@ class _Stage:
         self._meter.close()
         self._loop.call_soon_threadsafe(self._leave_store)
         if self._claim is not None:  # the writer does not have it
-            self._claim.release(keep_folder=self._agreed.ranks.size > 1)
+            self._end(self._claim)
         if self._writer is not None and self._job is not None:
             self._writer.forget(self._job)
             with contextlib.suppress(SnapshotWriterError):
@@ -221,6 +222,12 @@ class _Stage:
                 return
         self._abandon_claim()
         self._tell_others(error)
+
+    def _end(self, claim: Claim) -> None:
+        """End the claim of a take that has failed. What tells other ranks of it stays, and belongs
+        to the claim.
+        """
+        claim.abandon() if self._agreed.ranks.size > 1 else claim.release()
 
     def _tell_others(self, error: str) -> None:
         agreed = self._agreed
@@ -258,9 +265,11 @@ class _Stage:
             if isinstance(error, SnapshotWriterError):  # it can tidy nothing up
                 await unstage(self._keys)
                 await asyncio.to_thread(self._abandon_claim)
+            elif isinstance(error, SnapshotUndecidedError):
+                pass  # the claim stays
             elif error is not None and self._first_claim is not None:
-                # The writer has removed it, unless it cannot do with the storage what this can.
-                await asyncio.to_thread(self._first_claim.release)
+                # The writer has done so, unless it cannot do with the storage what this can.
+                await asyncio.to_thread(self._end, self._first_claim)
         finally:
             self._leave_store()
             if error is None:

@@ -20,7 +20,7 @@ from torchstore_core.errors import TorchStoreError
 from torchstore_snapshot.background import messages as m
 from torchstore_snapshot.background.job import STORE, WrittenTake
 from torchstore_snapshot.background.rendezvous import rank_0_was_late, report_failure
-from torchstore_snapshot.errors import SnapshotError
+from torchstore_snapshot.errors import SnapshotError, SnapshotUndecidedError
 
 __all__ = ["main"]
 
@@ -78,7 +78,7 @@ class _Program:
         """The program has ended. Tell the other ranks of its takes, and take what it staged out of
         the store, which may be there for longer.
         """
-        self.committing.acquire()  # for good: nothing is committed after others have been told
+        self.committing.acquire()  # for good: nothing is reported or committed after this
         for take in [*self._takes.values()]:
             if take.size > 1:
                 with contextlib.suppress(TorchStoreError, OSError):
@@ -118,7 +118,8 @@ def _serve(
             told = True
             if takes.pop(message.job, None) is not None and take is not None:
                 text = f"{type(error).__name__}: {error}"
-                told = take.fail(text, undecided=rank_0_was_late(error))
+                undecided = isinstance(error, SnapshotUndecidedError) or rank_0_was_late(error)
+                told = take.fail(text, undecided=undecided)
             program.ended(message.job)
             with contextlib.suppress(OSError):  # the program has ended
                 m.send(connection, m.Failed.of(message.job, error, told=told))

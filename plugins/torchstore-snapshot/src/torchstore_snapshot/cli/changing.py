@@ -5,9 +5,11 @@ imported only when they are called: to clean up needs no torch.
 from __future__ import annotations
 
 import os
+import re
 import time
 from typing import TYPE_CHECKING
 
+from torchstore_core.errors import TorchStoreError
 from torchstore_snapshot.cli import reports
 from torchstore_snapshot.errors import SnapshotNotFoundError
 from torchstore_snapshot.storage.settings import current
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
     from torchstore_snapshot.converting import Kind
 
 __all__ = ["collect", "converted"]
+
+# An argument of the function that the text of an error names.
+_ARGUMENT = re.compile(r"\b(?:(overwrite|allow_pickle)=True\b|(key|rank)=$)")
 
 
 def collect(path: str, keep_last: int | None, *, dry_run: bool) -> reports.Collected:
@@ -61,20 +66,28 @@ def converted(
     overwrite: bool,
     allow_pickle: bool,
 ) -> reports.Converted:
-    """Convert between formats. See ``torchstore_snapshot.converting``, whose errors this raises."""
+    """Convert between formats. See ``torchstore_snapshot.converting``, whose errors this raises,
+    with the options of the command line in their texts.
+    """
     from torchstore_snapshot.converting import convert
 
     start = time.perf_counter()
-    done = convert(
-        source,
-        destination,
-        to=into,
-        key=key,
-        rank=rank,
-        overwrite=overwrite,
-        allow_pickle=allow_pickle,
-        storage_options=current(),
-    )
+    try:
+        done = convert(
+            source,
+            destination,
+            to=into,
+            key=key,
+            rank=rank,
+            overwrite=overwrite,
+            allow_pickle=allow_pickle,
+            storage_options=current(),
+        )
+    except TorchStoreError as error:
+        text = _ARGUMENT.sub(
+            lambda found: "--" + (found[1] or found[2]).replace("_", "-"), error.message
+        )
+        raise type(error)(text, key=error.key, details=error.details) from error
     return reports.Converted(
         source=source,
         destination=destination,

@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -23,11 +23,14 @@ from torchstore_snapshot.format.paths import check_name, new_take_id
 from torchstore_snapshot.format.safetensors_files import FILE_MAX
 from torchstore_snapshot.restoring.files import Files
 from torchstore_snapshot.storage.local import LocalStorage, make_folders
+from torchstore_snapshot.storage.naming import naming_local, no_folder
 from torchstore_snapshot.storage.opening import is_remote, open_storage, path_text, read_manifest
 from torchstore_snapshot.storage.settings import using
 from torchstore_snapshot.taking.take import TakeOptions
 
 __all__ = ["Converted", "convert"]
+
+T = TypeVar("T")
 
 # torch keeps all tensors of one file of a checkpoint in memory until the file is written.
 _DCP_FILE_MAX = 256 << 20
@@ -215,15 +218,24 @@ def _at_once(destination: str, write: Callable[[str], None]) -> None:
             details={"path": destination},
         )
     parent, name = os.path.split(destination)
-    made = make_folders(parent)
-    folder = os.path.join(parent, f".{name}-{new_take_id()}.tmp")
+    with naming_local(destination):
+        made = _making(destination, lambda: make_folders(parent))
+        folder = os.path.join(parent, f".{name}-{new_take_id()}.tmp")
+        try:
+            _making(destination, lambda: os.mkdir(folder))
+            write(folder)
+            os.rename(folder, destination)  # which may be an empty folder
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            LocalStorage(parent).remove_if_empty(len(made))
+            raise
+
+
+def _making(destination: str, make: Callable[[], T]) -> T:
     try:
-        write(folder)
-        os.rename(folder, destination)  # which may be an empty folder
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        LocalStorage(parent).remove_if_empty(len(made))
-        raise
+        return make()
+    except FileNotFoundError as error:
+        raise no_folder(destination, error) from error
 
 
 def _counted(kind: Kind, target: Kind, manifest: Manifest) -> Converted:

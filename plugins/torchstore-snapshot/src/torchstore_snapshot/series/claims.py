@@ -23,14 +23,17 @@ from torchstore_snapshot.errors import TakeLostError
 from torchstore_snapshot.format.owners import host, started
 from torchstore_snapshot.format.paths import claim_file, new_take_id, take_of, temporary
 from torchstore_snapshot.storage.base import Storage
+from torchstore_snapshot.storage.naming import no_folder
 
-__all__ = ["GRACE_S", "Claim", "Record", "alive", "claims_in", "decode", "require"]
+__all__ = ["GRACE_S", "Claim", "Record", "alive", "claims_in", "decode", "give_up", "require"]
 __all__ += ["withdraw"]
 
 #: Seconds without a sign of life after which a take on another host counts as dead.
 GRACE_S = 900.0
 _RENEWED_S = 60.0
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+# Stands for the host of a claim that does not end with its process.
+_ANY_HOST = "any"
 # How often a folder is made that others, whose take has failed, remove.
 _TRIES = 10
 
@@ -151,6 +154,28 @@ def claims_in(storage: Storage, grace: float = GRACE_S) -> list[tuple[Record, bo
     return found
 
 
+def give_up(storage: Storage, take: str) -> None:
+    """Say in the claim of a take that it is lost: it cannot be committed any more, and what it has
+    written may be collected at once. If the claim is gone, do nothing.
+
+    Raises:
+        OSError: the storage failed. There may be no claim then.
+    """
+    name = claim_file(take)
+    with contextlib.suppress(FileNotFoundError):
+        record = decode(storage.read(name))
+        if record is None or record.lost:
+            return
+        lost = msgspec.json.encode(msgspec.structs.replace(record, lost=True))
+        try:
+            storage.publish(name, lost, take=take, overwrite=True, durable=False)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            storage.delete(name)  # which makes room for it
+            storage.publish(name, lost, take=take, overwrite=True, durable=False)
+
+
 def withdraw(storage: Storage, take: str, *, keep_folder: bool) -> None:
     """Remove the claim of a take of another process that has ended, or has handed it over; as
     :meth:`Claim.release`.
@@ -242,6 +267,8 @@ class Claim:
                     claim._stopped.set()
                     with contextlib.suppress(OSError, TorchStoreError):
                         _remove(storage, take, claim.made)  # an interrupt may come when it is there
+                    if isinstance(error, FileNotFoundError):
+                        raise no_folder(storage.url, error) from error
                     raise
                 # A garbage collection, or a take that failed, has removed the empty folder.
 
@@ -322,6 +349,16 @@ class Claim:
             self._record = before
             self.release()
 
+    def outlive(self) -> None:
+        """Say that nobody knows whether the take is committed: a request that would do so may still
+        be on its way. The claim stays, and is alive until it is old, whether or not its process is.
+        Never raises.
+        """
+        self.stop()
+        self._record = msgspec.structs.replace(self._record, host=_ANY_HOST, commits=False)
+        with contextlib.suppress(OSError, TorchStoreError):
+            self._publish()
+
     def stop(self) -> None:
         """Renew it no longer. It remains."""
         self._stopped.set()
@@ -340,26 +377,28 @@ class Claim:
 
     def release(self, *, keep_folder: bool = False) -> None:
         """Remove the claim, and the folders that the take has made if there is nothing in them,
-        unless the claim says that others may do the rest. Never raises: while its process is alive,
-        a claim protects too much.
+        unless the claim says that others may do the rest, or that it stays. Never raises: while its
+        process is alive, a claim protects too much.
 
         Args:
             keep_folder: others will write something there.
         """
         self.stop()
-        if self._record.lost:
+        if self._record.lost or self._record.host == _ANY_HOST:
             return
         with contextlib.suppress(OSError, TorchStoreError):
             _remove(self._storage, self._record.take, 0 if keep_folder else self._record.made)
 
     def abandon(self) -> None:
         """Say that the take has failed, so that a garbage collection may remove its files at once;
-        if the claim is gone, do nothing. Never raises.
+        if the claim is gone, or stays, do nothing. Never raises.
         """
         self.stop()
+        if self._record.host == _ANY_HOST:
+            return
         with contextlib.suppress(OSError, TorchStoreError):
-            self._record = msgspec.structs.replace(self._found(), lost=True)
-            self._publish()
+            give_up(self._storage, self._record.take)
+            self._record = msgspec.structs.replace(self._record, lost=True)
 
     def _found(self) -> Record:
         return require(self._storage, self._record.take)

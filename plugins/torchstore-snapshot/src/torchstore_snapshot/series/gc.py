@@ -15,7 +15,7 @@ from torchstore_core.errors import ConfigurationError, TorchStoreError
 from torchstore_snapshot.format.manifest import Manifest
 from torchstore_snapshot.format.paths import MANIFEST, claim_file, take_of, temporary_of
 from torchstore_snapshot.format.weight_maps import MAP, map_name, written_by_a_take
-from torchstore_snapshot.series.claims import GRACE_S, decode
+from torchstore_snapshot.series.claims import GRACE_S, give_up
 from torchstore_snapshot.series.retiring import mend_maps, retire, stale_maps, sweep_map
 from torchstore_snapshot.series.survey import Place, Survey, folder_name, references, survey
 from torchstore_snapshot.storage.base import KeepsUnfinished, Storage
@@ -318,8 +318,12 @@ def _maps(place: Place, seen: Survey, names: Iterable[str]) -> Iterable[GarbageF
 def _remove(place: Place, seen: Survey, files: list[GarbageFile], grace: float) -> None:
     """Remove files; claims first say that their take is lost, and are removed last."""
     claims = [file for file in files if file.name == claim_file(file.take)]
-    for file in claims:
-        _give_up(place.folder(file.snapshot), file)
+    for file in claims:  # so that a take that was only slow cannot be committed
+        folder = place.folder(file.snapshot)
+        try:
+            give_up(folder, file.take)
+        except OSError:  # the disk is full: neither can one without a claim
+            folder.delete(file.name)
     for file in [f for f in files if f not in claims] + claims:
         folder = place.folder(file.snapshot)
         if not file.take:
@@ -329,16 +333,3 @@ def _remove(place: Place, seen: Survey, files: list[GarbageFile], grace: float) 
                 folder.discard_unfinished(file.name)
         else:
             folder.delete(file.name)
-
-
-def _give_up(folder: Storage, claim: GarbageFile) -> None:
-    """So that a take that was only slow cannot be committed."""
-    try:
-        record = decode(folder.read(claim.name))
-        if record is not None and not record.lost:
-            lost = msgspec.json.encode(msgspec.structs.replace(record, lost=True))
-            folder.publish(claim.name, lost, take=claim.take, overwrite=True, durable=False)
-    except FileNotFoundError:
-        return
-    except OSError:  # the disk is full: a take without a claim cannot be committed either
-        folder.delete(claim.name)

@@ -257,8 +257,12 @@ def _committing(folder: Storage, take: str) -> list[str]:
     return [r.take for r, lives in claims_in(folder) if lives and r.commits and r.take != take]
 
 
-def delete_map(folder: Storage, name: str) -> None:
-    """Remove the weight map of a snapshot, unless there is a file of somebody else instead."""
+def delete_map(folder: Storage, name: str) -> bool:
+    """Remove the weight map of a snapshot; return False if there is none, or a file of somebody
+    else instead.
+    """
     with contextlib.suppress(FileNotFoundError):
         if written_by_a_take(folder.read(name)):
             folder.delete(name)
+            return True
+    return False

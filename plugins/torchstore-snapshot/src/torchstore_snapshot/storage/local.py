@@ -5,17 +5,22 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torchstore_snapshot.errors import ForeignFileError, NotAtomicError
 from torchstore_snapshot.format.paths import new_take_id, temporary
 from torchstore_snapshot.storage.base import FileInfo, First, Mapping
 from torchstore_snapshot.storage.descriptors import NO_FILE, OpenForReading
 from torchstore_snapshot.storage.mapping import map_file
+from torchstore_snapshot.storage.naming import naming_local
 
 __all__ = ["LocalReader", "LocalStorage", "LocalWriter", "make_folders"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # What file systems and kernels answer that do not know a call, or a flag of it.
 _UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY}
@@ -106,6 +111,19 @@ class LocalReader:
         self._file.close()
 
 
+def _named(
+    call: Callable[Concatenate[LocalStorage, P], T],
+) -> Callable[Concatenate[LocalStorage, P], T]:
+    """Let a method raise the errors of this package; see :func:`.naming_local`."""
+
+    @functools.wraps(call)
+    def named(self: LocalStorage, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with naming_local(self._path):
+            return call(self, *args, **kwargs)
+
+    return named
+
+
 class LocalStorage:
     """A folder.
 
@@ -126,6 +144,7 @@ class LocalStorage:
     def replaces(self) -> bool:
         return True
 
+    @_named
     def prepare(self, *, durable: bool, first: First | None = None) -> int:
         new = not os.path.isdir(self._path)
         above = make_folders(os.path.dirname(self._path))
@@ -180,15 +199,19 @@ class LocalStorage:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(name)
 
+    @_named
     def create(self, name: str, nbytes: int) -> LocalWriter:
         return LocalWriter(self._in(name), nbytes)
 
+    @_named
     def open(self, name: str) -> LocalReader:
         return LocalReader(self._in(name))
 
+    @_named
     def read(self, name: str) -> bytes:
         return _contents(self._in(name))
 
+    @_named
     def read_start(self, name: str, nbytes: int) -> bytes:
         return _contents(self._in(name), nbytes)
 
@@ -198,6 +221,7 @@ class LocalStorage:
         _flush(self._path)
         _flush(os.path.dirname(self._path))
 
+    @_named
     def list(self) -> Sequence[FileInfo]:
         found: list[FileInfo] = []
         try:
@@ -217,6 +241,7 @@ class LocalStorage:
         path = self._in(name)
         return os.path.isdir(path) and not os.path.islink(path)
 
+    @_named
     def publish(self, name: str, data: bytes, *, take: str, overwrite: bool, durable: bool) -> None:
         whole = self._in(temporary(name, take))
         writer: LocalWriter | None = None
@@ -241,6 +266,7 @@ class LocalStorage:
                 os.unlink(whole)
             raise
 
+    @_named
     def delete(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._in(name))
@@ -248,6 +274,7 @@ class LocalStorage:
     def sibling(self, name: str) -> LocalStorage:
         return LocalStorage(os.path.join(os.path.dirname(self._path), name))
 
+    @_named
     def siblings(self) -> Sequence[str]:
         parent = os.path.dirname(self._path)
         try:

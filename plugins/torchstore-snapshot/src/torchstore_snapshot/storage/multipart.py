@@ -8,6 +8,7 @@ from collections import deque
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
+from torchstore_snapshot.storage.asking import ask, asking
 from torchstore_snapshot.storage.naming import naming
 
 __all__ = ["PART", "MultipartWriter"]
@@ -46,7 +47,7 @@ class MultipartWriter:
         self._where = {"Bucket": bucket, "Key": key}
         if nbytes > self._part:
             with naming(url):
-                self._upload = fs.call_s3("create_multipart_upload", **self._where)["UploadId"]
+                self._upload = self._ask("create_multipart_upload")["UploadId"]
 
     def write(self, offset: int, data: Any) -> None:
         if offset != self._position:
@@ -66,16 +67,15 @@ class MultipartWriter:
             raise ValueError(f"{self._position} bytes were written instead of {self._nbytes}")
         with naming(self._url):
             if not self._upload:
-                self._fs.call_s3("put_object", **self._where, Body=bytes(self._buffer))
+                self._ask("put_object", len(self._buffer), Body=bytes(self._buffer))
                 self._buffer = bytearray()
                 return
             if self._buffer:
                 self._send()
             while self._running:
                 self._collect()
-            self._fs.call_s3(
+            self._ask(
                 "complete_multipart_upload",
-                **self._where,
                 UploadId=self._upload,
                 MultipartUpload={"Parts": self._done},
             )
@@ -92,7 +92,11 @@ class MultipartWriter:
                 future.result()
         self._running.clear()
         with contextlib.suppress(Exception):  # what is left is invisible, and gc collects it
-            self._fs.call_s3("abort_multipart_upload", **self._where, UploadId=upload)
+            self._ask("abort_multipart_upload", UploadId=upload)
+
+    def _ask(self, call: str, nbytes: int = 0, **kwargs: Any) -> Any:
+        args = self._fs, self._url, "call_s3", call
+        return ask(*args, **self._where, nbytes=nbytes, **kwargs)
 
     def _send(self) -> None:
         """Begin to upload what the buffer holds."""
@@ -100,12 +104,16 @@ class MultipartWriter:
             self._collect()
         self._sent += 1
         body, self._buffer = self._buffer, bytearray()
-        call = self._fs._call_s3(
+        call = asking(
+            self._fs,
+            self._url,
+            "call_s3",
             "upload_part",
             **self._where,
             UploadId=self._upload,
             PartNumber=self._sent,
             Body=bytes(body),
+            nbytes=_IN_FLIGHT * len(body),
         )
         future = asyncio.run_coroutine_threadsafe(call, self._fs.loop)
         self._running.append((self._sent, future))

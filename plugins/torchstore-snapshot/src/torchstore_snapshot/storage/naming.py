@@ -7,6 +7,7 @@ has not raised anything.
 from __future__ import annotations
 
 import contextlib
+import errno
 import sys
 from collections.abc import Iterator
 
@@ -18,7 +19,7 @@ from torchstore_snapshot.errors import (
     SnapshotUnavailableError,
 )
 
-__all__ = ["naming"]
+__all__ = ["naming", "naming_local", "no_folder"]
 
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
 _REFUSED = {
@@ -63,6 +64,9 @@ _UNREACHABLE = [
     ("azure.core.exceptions", "ServiceRequestError"),
     ("azure.core.exceptions", "ServiceResponseError"),
 ]
+# What a file system answers that does not let this process do something, or has no such names.
+_NOT_PERMITTED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_NO_NAME = {errno.ENAMETOOLONG, errno.ELOOP}
 # What is not a failure of the storage: its callers handle these.
 _PLAIN = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, EOFError)
 
@@ -82,6 +86,43 @@ def naming(url: str) -> Iterator[None]:
         if found is error:
             raise
         raise found from error
+
+
+@contextlib.contextmanager
+def naming_local(path: str) -> Iterator[None]:
+    """Raise errors that say that a local folder cannot be used as those of this package, with the
+    same ``errno``. All others remain what they are.
+    """
+    try:
+        yield
+    except TorchStoreError:
+        raise
+    except OSError as error:
+        found: SnapshotStorageError
+        if error.errno in _NOT_PERMITTED:
+            found = SnapshotAccessError(
+                f"no access to {path!r} ({error}); give another path, or change who may use this "
+                "one, or how its file system is mounted",
+                details={"path": path},
+            )
+        elif error.errno in _NO_NAME:
+            found = SnapshotStorageError(
+                f"{path!r} cannot be a folder here ({error}); give another path",
+                details={"path": path},
+            )
+        else:
+            raise
+        found.errno = error.errno
+        raise found from error
+
+
+def no_folder(path: str, error: OSError) -> SnapshotStorageError:
+    """Return the error of a folder that cannot be made, though there is one above it."""
+    found = SnapshotStorageError(
+        f"no folder can be made at {path!r} ({error}); give another path", details={"path": path}
+    )
+    found.errno = error.errno
+    return found
 
 
 def code_of(error: BaseException) -> str:

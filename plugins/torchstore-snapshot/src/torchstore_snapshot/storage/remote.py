@@ -14,9 +14,10 @@ from typing import Any
 from torchstore_core.errors import ConfigurationError
 from torchstore_snapshot.errors import SnapshotStorageError, SnapshotUnavailableError
 from torchstore_snapshot.format.paths import temporary
+from torchstore_snapshot.storage.asking import ask
 from torchstore_snapshot.storage.base import FileInfo, First, Writer
 from torchstore_snapshot.storage.multipart import PART, MultipartWriter
-from torchstore_snapshot.storage.naming import code_of, naming
+from torchstore_snapshot.storage.naming import naming
 from torchstore_snapshot.storage.settings import configured, current
 
 __all__ = ["RemoteReader", "RemoteStorage", "environment", "set_environment"]
@@ -34,6 +35,11 @@ _S3_OPTIONS: dict[str, object] = {
     # those say in no text that a store is only busy, so that the library soon gives them up.
     "max_concurrency": 1,
 }
+
+# Bytes that a file which is read as a whole may have before more time is a reason to give up.
+_DOCUMENT = 16 << 20
+# What object stores answer to a conditional write of an object that is there.
+_EXISTS = {"PreconditionFailed", "ConditionalRequestConflict"}
 
 # Statuses of a server that may answer later, and seconds before it is asked again.
 _BUSY = {"500", "502", "503", "504"}
@@ -103,7 +109,15 @@ class RemoteReader:
         while rest.nbytes:
             part = rest[:PART]
             with naming(self._url):
-                data = self._fs.cat_file(self._path, start=offset, end=offset + part.nbytes)
+                data = ask(
+                    self._fs,
+                    self._url,
+                    "cat_file",
+                    self._path,
+                    start=offset,
+                    end=offset + part.nbytes,
+                    nbytes=part.nbytes,
+                )
             if len(data) > part.nbytes:
                 raise SnapshotStorageError(
                     f"the server of {self._url!r} does not know requests for a part of a file: it "
@@ -214,13 +228,16 @@ class RemoteStorage:
     def replaces(self) -> bool:
         return bool(self._protocols & (_WITHOUT_FOLDERS | _RENAMES_OVER))
 
+    def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return ask(self._fs, self._url, method, *args, **kwargs)
+
     def prepare(self, *, durable: bool, first: First | None = None) -> int:
         del durable  # the file system decides when it acknowledges
         made = 0
         if not self._protocols & _WITHOUT_FOLDERS:
             with naming(self._url):
-                made = int(not self._fs.isdir(self._root))
-                self._fs.makedirs(self._root, exist_ok=True)
+                made = int(not self._ask("isdir", self._root))
+                self._ask("makedirs", self._root, exist_ok=True)
         if first is not None:
             first(self, made)
         return made
@@ -241,7 +258,7 @@ class RemoteStorage:
         while True:
             try:
                 with naming(self._url):
-                    return int(self._fs.info(self._in(name))["size"])
+                    return int(self._ask("info", self._in(name))["size"])
             except SnapshotUnavailableError as error:
                 if not pauses or error.details["code"] not in _BUSY:
                     raise
@@ -250,15 +267,15 @@ class RemoteStorage:
     def read(self, name: str) -> bytes:
         with naming(self._url):
             try:
-                return bytes(self._fs.cat_file(self._in(name)))
+                return bytes(self._ask("cat_file", self._in(name), nbytes=_DOCUMENT))
             except FileNotFoundError:
                 if self._protocols & _S3:  # the name, or the bucket?
-                    self._fs.call_s3("get_bucket_location", Bucket=self._bucket)
+                    self._ask("call_s3", "get_bucket_location", Bucket=self._bucket)
                 raise
 
     def read_start(self, name: str, nbytes: int) -> bytes:
         with naming(self._url):
-            return bytes(self._fs.cat_file(self._in(name), start=0, end=nbytes))
+            return bytes(self._ask("cat_file", self._in(name), start=0, end=nbytes, nbytes=nbytes))
 
     def flush(self, names: Sequence[str]) -> None:
         """What was acknowledged is as durable as it will be."""
@@ -274,35 +291,44 @@ class RemoteStorage:
         if self._protocols & _WITHOUT_FOLDERS and self.shared:
             return False
         with naming(self._url):
-            return bool(self._fs.isdir(self._in(name)))
+            return bool(self._ask("isdir", self._in(name)))
 
     def publish(self, name: str, data: bytes, *, take: str, overwrite: bool, durable: bool) -> None:
         del durable
         path = self._in(name)
         whole = self._in(temporary(name, take))
-        with naming(self._url):
-            if overwrite:
-                if not self.replaces and self._fs.exists(path):
-                    self._fs.pipe_file(path, data)
+        try:
+            with naming(self._url):
+                if not overwrite:
+                    with _lock if not self.shared else contextlib.nullcontext():
+                        self._create(path, data, whole)
+                elif not self.replaces and self._ask("exists", path):
+                    self._ask("pipe_file", path, data, nbytes=len(data))
                 else:
                     self._put(path, data, whole)
+        except (FileExistsError, SnapshotStorageError) as error:
+            exists = isinstance(error, FileExistsError) or error.details["code"] in _EXISTS
+            if not exists and not isinstance(error, SnapshotUnavailableError):
+                raise
+            # A reply may be lost of a request that was carried out. One that is repeated then finds
+            # what the first has written.
+            if self._has(path, data):
                 return
-            try:
-                with _lock if not self.shared else contextlib.nullcontext():
-                    self._create(path, data, whole)
-            except OSError as error:
-                if not isinstance(error, FileExistsError) and code_of(error) not in (
-                    "PreconditionFailed",
-                    "ConditionalRequestConflict",
-                ):
-                    raise
-                # A request whose reply was lost is repeated, and then finds what it has written.
-                if self._fs.cat_file(path) != data:
-                    raise FileExistsError(f"{path} exists") from error
+            if exists:
+                raise FileExistsError(f"{path} exists") from error
+            raise
+
+    def _has(self, path: str, data: bytes) -> bool:
+        """Whether a file is there, with these contents."""
+        try:
+            with naming(self._url):
+                return bool(self._ask("cat_file", path, nbytes=len(data)) == data)
+        except FileNotFoundError:
+            return False
 
     def delete(self, name: str) -> None:
         with naming(self._url), contextlib.suppress(FileNotFoundError):
-            self._fs.rm_file(self._in(name))
+            self._ask("rm_file", self._in(name))
 
     def sibling(self, name: str) -> RemoteStorage:
         return RemoteStorage(self._fs, _beside(self._root, name), _beside(self._url, name))
@@ -332,7 +358,8 @@ class RemoteStorage:
         for upload in self._uploads():
             if _last(upload["Key"]) == name:
                 with naming(self._url), contextlib.suppress(FileNotFoundError):
-                    self._fs.call_s3(
+                    self._ask(
+                        "call_s3",
                         "abort_multipart_upload",
                         Bucket=self._bucket,
                         Key=upload["Key"],
@@ -347,8 +374,12 @@ class RemoteStorage:
         after: dict[str, str] = {}
         while True:
             with naming(self._url):
-                page = self._fs.call_s3(
-                    "list_multipart_uploads", Bucket=self._bucket, Prefix=f"{prefix}/", **after
+                page = self._ask(
+                    "call_s3",
+                    "list_multipart_uploads",
+                    Bucket=self._bucket,
+                    Prefix=f"{prefix}/",
+                    **after,
                 )
             found += page.get("Uploads", [])
             if not page.get("IsTruncated"):
@@ -369,22 +400,22 @@ class RemoteStorage:
     def _put(self, path: str, data: bytes, whole: str) -> None:
         """Store a file so that it appears as a whole; ``whole`` is a name to write it under."""
         if not self._renames():
-            self._fs.pipe_file(path, data)
+            self._ask("pipe_file", path, data, nbytes=len(data))
             return
         try:
-            self._fs.pipe_file(whole, data)
+            self._ask("pipe_file", whole, data, nbytes=len(data))
             self._fs.mv(whole, path)
         except BaseException:
             with contextlib.suppress(Exception):  # what is left is invisible, and gc collects it
-                self._fs.rm_file(whole)
+                self._ask("rm_file", whole)
             raise
 
     def _create(self, path: str, data: bytes, whole: str) -> None:
         call = getattr(self._fs, "_pipe_file", None) or self._fs.pipe_file
         if not self._renames() and "mode" in inspect.signature(call).parameters:
-            self._fs.pipe_file(path, data, mode="create")
+            self._ask("pipe_file", path, data, mode="create", nbytes=len(data))
             return
-        if self._fs.exists(path):
+        if self._ask("exists", path):
             raise FileExistsError(path)
         self._put(path, data, whole)
 
@@ -392,7 +423,7 @@ class RemoteStorage:
         with naming(self._url):
             self._fs.invalidate_cache(folder)
             try:
-                return list(self._fs.ls(folder, detail=True))
+                return list(self._ask("ls", folder, detail=True))
             except (FileNotFoundError, NotADirectoryError):
                 return []
 

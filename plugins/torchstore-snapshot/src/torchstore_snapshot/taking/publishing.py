@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 import msgspec
 
 from torchstore_core.errors import TorchStoreError
-from torchstore_snapshot.errors import SnapshotExistsError
+from torchstore_snapshot.errors import (
+    SnapshotExistsError,
+    SnapshotUnavailableError,
+    SnapshotUndecidedError,
+)
 from torchstore_snapshot.format import manifest as manifests
 from torchstore_snapshot.format.manifest import Manifest
 from torchstore_snapshot.format.paths import MANIFEST, claim_file, take_of
-from torchstore_snapshot.format.weight_maps import weight_maps
+from torchstore_snapshot.format.weight_maps import MAP, weight_maps
 from torchstore_snapshot.series.claims import Claim
 from torchstore_snapshot.series.counting import next_sequence
 from torchstore_snapshot.series.gc import remove_replaced
@@ -22,6 +27,7 @@ from torchstore_snapshot.series.retiring import (
     rest_of,
 )
 from torchstore_snapshot.storage.base import Storage
+from torchstore_snapshot.storage.opening import read_manifest
 from torchstore_snapshot.taking.preparing import TakeOptions
 from torchstore_snapshot.taking.replacing import refuse_foreign_maps, replaced
 
@@ -45,7 +51,10 @@ def publish(
         SnapshotExistsError: another take was faster.
         ForeignFileError, SnapshotVersionError: somebody has put something in its place since the
             take began.
-        OSError: the storage failed. There is no snapshot then, or still the one before.
+        SnapshotUndecidedError: an object store went away, and does not say whether there is a
+            snapshot. The claim stays.
+        OSError: the storage failed. There is no snapshot then, or still the one before; unless the
+            last flush is what failed.
     """
     take = manifest.take
     maps = weight_maps(manifest)
@@ -65,30 +74,63 @@ def publish(
         rest.forget_claims(storage)
     sequence = next_sequence(storage, claim.after if claim is not None else 0)
     manifest = msgspec.structs.replace(manifest, sequence=sequence)
-    try:
-        storage.publish(
-            MANIFEST,
-            manifests.encode(manifest),
-            take=take,
-            overwrite=options.overwrite and storage.replaces,
-            durable=options.fsync,
-        )
-    except FileExistsError as error:
-        raise SnapshotExistsError(
-            f"another take has made a snapshot at {storage.url!r} in the meantime",
-            details={"path": storage.url},
-        ) from error
+    with _without_maps(storage, before, options):
+        try:
+            storage.publish(
+                MANIFEST,
+                manifests.encode(manifest),
+                take=take,
+                overwrite=options.overwrite and storage.replaces,
+                durable=options.fsync,
+            )
+        except FileExistsError as error:
+            raise SnapshotExistsError(
+                f"another take has made a snapshot at {storage.url!r} in the meantime",
+                details={"path": storage.url},
+            ) from error
+        except SnapshotUnavailableError as error:
+            if claim is not None:
+                claim.outlive()
+            raise SnapshotUndecidedError(
+                f"{storage.url!r} went away when the snapshot was to become visible there, so that "
+                f"nobody knows whether it is; when it can be reached again, see if there is the "
+                f"take {take}, and otherwise take the snapshot again ({error.message})",
+                details={**error.details, "take": take},
+            ) from error
     try:
         for name, data in maps.items():
             storage.publish(name, data, take=take, overwrite=True, durable=options.fsync)
-        for name in weight_maps(before).keys() - maps.keys() if before is not None else ():
-            delete_map(storage, name)
     finally:
         if claim is not None:
             claim.release() if before is None else claim.leave_rest(before.take)
     if before is not None and rest is not None and remove_replaced(storage, before, rest.files):
         with contextlib.suppress(TorchStoreError, OSError):
             storage.delete(claim_file(take))
+
+
+@contextlib.contextmanager
+def _without_maps(
+    storage: Storage, before: Manifest | None, options: TakeOptions
+) -> Iterator[None]:
+    """Remove the maps of the snapshot that is replaced, before it is: nobody who goes by a map may
+    ever get the weights of another snapshot than the one that is there. If that stays, they are put
+    back. A take that is killed meanwhile leaves none, and gc writes those that belong there.
+    """
+    removed: list[str] = []
+    if options.overwrite and storage.replaces:
+        names = [info.name for info in storage.list() if info.name.endswith(MAP)]
+        removed = [name for name in names if delete_map(storage, name)]
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(TorchStoreError, OSError):
+            if removed and before is not None and read_manifest(storage).take == before.take:
+                for name, data in weight_maps(before).items():
+                    if name in removed:
+                        storage.publish(
+                            name, data, take=before.take, overwrite=True, durable=options.fsync
+                        )
+        raise
 
 
 def _flush_reused(storage: Storage, manifest: Manifest) -> None:
