@@ -258,6 +258,7 @@ async def main(keeper):
         keeper.keep(str(at), pipe)
     await late.wait()
     assert len(os.listdir("/proc/self/fd")) > before  # copies of what could not be sent
+    keeper.keep("1", pipe)  # the first is on its way, and this one waits
     for at in range(COUNT):
         if at % 3:
             keeper.drop(str(at))

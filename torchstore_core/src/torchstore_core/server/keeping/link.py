@@ -116,10 +116,9 @@ class KeeperLink:
 
     def drop(self, name: str) -> None:
         """What has that name need not be held any more."""
-        if (unsaid := self._unsaid.pop(name, None)) is None:
-            self._say({"drop": name})
-        else:
+        if (unsaid := self._unsaid.pop(name, None)) is not None:
             _close_all(unsaid[1])
+        self._say({"drop": name})  # it may have one that was sent before
 
     def ready(self) -> None:
         """Clients can connect: from now on the server is started again if it dies."""
