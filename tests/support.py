@@ -33,7 +33,6 @@ __all__ = [
     "bits",
     "disk_of",
     "emptied",
-    "ends_within",
     "free_port",
     "halt",
     "load_all",
@@ -49,7 +48,6 @@ __all__ = [
 
 _POLL_S = 0.005
 _LONG_POLL_S, _LONGEST_POLL_S = 0.1, 0.25
-_SLICES = 20
 _SHM = ("/", "dev", "shm")
 
 #: Arguments of ``initialize`` for tests that are not about them.
@@ -135,18 +133,6 @@ def resume(pid: int) -> None:
     """
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGCONT)
-
-
-async def ends_within(work: asyncio.Future[Any], seconds: float) -> bool:
-    """Whether something ends before a timer that begins now: where the machine is too busy for
-    either, both are late. The timer is one of many short ones, one after the other, so that it does
-    not count for how long this process has stood still.
-    """
-    for _ in range(_SLICES):
-        await asyncio.wait([work], timeout=seconds / _SLICES)
-        if work.done():
-            return True
-    return False
 
 
 async def turn() -> None:

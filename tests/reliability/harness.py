@@ -28,7 +28,6 @@ __all__ = [
     "is_running",
     "kill",
     "maps",
-    "rss",
     "settled",
     "under_way",
 ]
@@ -188,13 +187,6 @@ def fds(pid: int | str = "self") -> int:
 def maps(pid: int | str = "self") -> int:
     """Memory mappings of a process."""
     return Path(f"/proc/{pid}/maps").read_text().count("\n")
-
-
-def rss(pid: int | str = "self") -> int:
-    """Resident bytes of a process, without the shared memory it has touched."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    fields = dict(line.split(":", 1) for line in status.splitlines())
-    return int(fields["RssAnon"].split()[0]) * 1024
 
 
 def is_running(pid: int) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.support import ends_within, running_store
+from tests.support import running_store
 from tests.unit.plugins.test_plugins import TRANSPORTS, Site
 
 from torchstore_cli.doctor.differences import differences
@@ -28,6 +28,7 @@ from torchstore_core.plugins.calibration import (
 )
 from torchstore_core.plugins.ranking import Policy, rank
 from torchstore_core.plugins.surroundings import Surroundings
+from torchstore_core.testing.timers import ends_within
 
 from .test_cli import Result, _python_path, installed, torchstore
 

@@ -13,9 +13,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from tests.support import ends_within, halt, until
+from tests.support import halt, until
 
 from torchstore_core.errors import TransportError
+from torchstore_core.testing.timers import ends_within
 from torchstore_rdma import connection as connections
 
 from .pairs import MB, Memory, needs_nixl, pair, paused

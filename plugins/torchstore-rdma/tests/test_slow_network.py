@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.support import ends_within
+
+from torchstore_core.testing.timers import ends_within
 
 from .pairs import MB, Memory, Pair, needs_nixl
 

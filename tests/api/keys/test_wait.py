@@ -11,9 +11,10 @@ import time
 import pytest
 import torch
 from tests.processes import Script
-from tests.support import ends_within, halt, running_store, until
+from tests.support import halt, running_store, until
 
 import torchstore_core as ts
+from torchstore_core.testing.timers import ends_within
 
 
 async def _asked() -> int:

@@ -14,9 +14,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from tests.support import ends_within, running_store, until
+from tests.support import running_store, until
 
 import torchstore_core as ts
+from torchstore_core.testing.timers import ends_within
 
 BIG = 1 << 20
 

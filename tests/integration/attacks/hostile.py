@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import torch
 from hypothesis import strategies as st
+from tests.memory import rss
 from tests.unit.wire.test_messages import REQUESTS
 
 import torchstore_core as ts
@@ -110,9 +111,7 @@ class Target:
 
     def rss(self) -> int:
         """Bytes of memory of its own."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        fields = dict(line.split(":", 1) for line in status.splitlines())
-        return int(fields["RssAnon"].split()[0]) * 1024
+        return rss(self.process.pid)
 
     def fds(self) -> int:
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))

@@ -12,6 +12,7 @@ import time
 
 import pytest
 import torch
+from tests.memory import rss
 from tests.reliability import children
 from tests.reliability.harness import (
     MB,
@@ -21,7 +22,6 @@ from tests.reliability.harness import (
     directory_of,
     fds,
     is_running,
-    rss,
     settled,
     used_at_rest,
 )

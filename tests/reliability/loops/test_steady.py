@@ -6,8 +6,9 @@ from functools import partial
 from typing import NamedTuple
 
 import pytest
+from tests.memory import rss
 from tests.reliability import children
-from tests.reliability.harness import MB, Child, account, fds, maps, rss
+from tests.reliability.harness import MB, Child, account, fds, maps
 from tests.support import running_store, until
 
 import torchstore_core as ts

@@ -26,7 +26,6 @@ from tests.support import (
     children,
     commands,
     emptied,
-    ends_within,
     halt,
     running_store,
     start_store,
@@ -36,6 +35,7 @@ from tests.transports.faults.frozen import frozen, newest_thread
 
 import torchstore_core as ts
 from torchstore_core.contracts.transport import Copy
+from torchstore_core.testing.timers import ends_within
 from torchstore_transports.pairs.link import PairLink
 from torchstore_transports.pairs.pair import TIMEOUT_S
 

@@ -8,12 +8,13 @@ import os
 import time
 
 import pytest
-from tests.support import ends_within, until
+from tests.support import until
 from tests.transports.tcp.halves import MB, PEER, Local, linked, threads
 from tests.transports.tcp.proxy import Proxy
 
 from torchstore_core.contracts.transport import Copy
 from torchstore_core.errors import TransportError
+from torchstore_core.testing.timers import ends_within
 
 
 async def test_a_long_delay_costs_no_round_trip_a_unit() -> None:

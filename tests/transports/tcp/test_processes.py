@@ -7,11 +7,12 @@ import os
 import signal
 
 import pytest
-from tests.support import ends_within, halt, until
+from tests.support import halt, until
 from tests.transports.tcp.apart import Apart
 from tests.transports.tcp.halves import MB, PEER, Local, threads
 
 from torchstore_core.errors import TransportError
+from torchstore_core.testing.timers import ends_within
 from torchstore_transports.tcp.link import TcpLink
 
 _LARGE = 96 * MB  # far more than the buffers of all sockets hold

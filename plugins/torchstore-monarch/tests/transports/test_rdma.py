@@ -12,12 +12,13 @@ import pytest
 import torch
 from tests.monarch import acts
 from tests.monarch.jobs import Job
-from tests.support import ends_within, until
+from tests.support import until
 
 import torchstore_core as ts
 from torchstore_core.clients.session.volume_links import VolumeLinks
 from torchstore_core.contracts.transport import Copy, Link, SupportsProgress
 from torchstore_core.errors import TransportError
+from torchstore_core.testing.timers import ends_within
 from torchstore_monarch.rdma.server import RdmaServer
 
 MB = 1 << 20

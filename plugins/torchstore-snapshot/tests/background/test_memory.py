@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from tests.memory import forget_peak, peak, rss
 from tests.processes import Script
 from tests.support import children, until
 
 from torchstore_snapshot import Snapshot
 from torchstore_snapshot.background.batches import ranges_of
 
-_checks = importlib.import_module("plugins.torchstore-snapshot.tests.damage.test_checks")
 MIB = 1 << 20
 
 _TAKES = """
@@ -54,11 +53,8 @@ def used(pid: int) -> int:
     total, before = 0, staged(pid)
     for each in [pid, *descendants(pid)]:
         try:
-            with open(f"/proc/{each}/status", encoding="ascii") as file:
-                total += sum(
-                    int(line.split()[1]) << 10 for line in file if line.startswith("RssAnon:")
-                )
-        except OSError:
+            total += rss(each)
+        except (OSError, KeyError):
             continue  # it is gone
     # What was copied to or from a segment meanwhile counts once.
     return total + min(before, staged(pid))
@@ -97,13 +93,13 @@ async def peaks(script: Script, folder: Path, now: Callable[[int], int]) -> tupl
     nothing.
     """
     await until(lambda: said(script, "ready"), 90)
-    before, own = now(script.pid), _checks.forget(script.pid)
+    before, own = now(script.pid), forget_peak(script.pid)
     (folder / "go").touch()
     seen = 0
     while not said(script, "written"):
         seen = max(seen, now(script.pid) - before)
         assert script._process.wait(0.001) is None
-    return seen, _checks.peak(script.pid) - own
+    return seen, peak(script.pid) - own
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "transposed", "sliced"])

@@ -9,6 +9,7 @@ from typing import Literal
 import fsspec  # type: ignore[import-untyped]
 import pytest
 import torch
+from tests.memory import forget_peak, peak
 
 import torchstore_core as ts
 from torchstore_core.machine import copying
@@ -201,17 +202,6 @@ def test_a_snapshot_of_version_1(folder: Path, tmp_path: Path) -> None:
     assert Snapshot(tmp_path / "t").verify() == {}
 
 
-def peak(pid: int | str = "self") -> int:
-    """The most bytes of memory that a process has had since :func:`forget`, by the kernel."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
-
-
-def forget(pid: int | str = "self") -> int:
-    Path(f"/proc/{pid}/clear_refs").write_text("5")
-    return peak(pid)
-
-
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_memory_budget_holds(taken: Path, turned: bool) -> None:
     budget, slack = 1 << 20, 3 << 20  # the allocator may get memory in huge pages of 2 MiB
@@ -223,7 +213,7 @@ def test_a_memory_budget_holds(taken: Path, turned: bool) -> None:
     Snapshot(taken).read_object("m/small", None, budget)  # imports are done
     snapshot = Snapshot(taken)
     snapshot.get_manifest()
-    before = forget()
+    before = forget_peak()
     snapshot.read_object("m/large", out, budget, tensor_slice=where)
     assert peak() - before < budget + slack
     expected = state()["large"]

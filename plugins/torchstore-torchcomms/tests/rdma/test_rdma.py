@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from tests.support import ends_within, until
+from tests.support import until
 
 from torchstore_core.contracts.transport import (
     Bid,
@@ -34,6 +34,7 @@ from torchstore_core.errors import (
 from torchstore_core.machine.topology import probe
 from torchstore_core.server.memory.isolated import IsolatedServer
 from torchstore_core.server.memory.segment import open_memory
+from torchstore_core.testing.timers import ends_within
 from torchstore_torchcomms.rdma.link import RdmaLink
 from torchstore_torchcomms.rdma.plugin import torchstore_transport
 from torchstore_torchcomms.rdma.protocol import (

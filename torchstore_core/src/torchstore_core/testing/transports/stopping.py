@@ -16,6 +16,7 @@ import pytest
 from torchstore_core.contracts.transport import Copy, Link
 from torchstore_core.errors import TransportError
 from torchstore_core.testing import leftovers
+from torchstore_core.testing.timers import ends_within
 from torchstore_core.testing.transports.base import (
     TransportKit,
     check,
@@ -36,7 +37,6 @@ _PIECE = 1 << 20
 # When transfers are cancelled, as fractions of the time that a transfer takes.
 _MOMENTS = (0.0, 0.1, 0.3, 0.5, 0.8)
 _CANCEL_S = 1.0
-_SLICES = 20
 _DEADLINE_S = 0.5
 _PATIENCE_S = 10.0
 # How long a transfer may take to notice that the server half is dead, before it is cancelled.
@@ -94,7 +94,7 @@ async def _limited(work: _Work, what: str) -> None:
 async def _ended(task: asyncio.Future[None], what: str) -> None:
     """Fail the test if ``task``, which has just been cancelled, does not end soon."""
     began = time.monotonic()
-    in_time = await _ends_soon(task)
+    in_time = await ends_within(task, _CANCEL_S)
     await asyncio.wait([task], timeout=_PATIENCE_S)
     took = time.monotonic() - began
     check(task.done(), f"{what} did not end within {_PATIENCE_S:g} s")
@@ -102,17 +102,6 @@ async def _ended(task: asyncio.Future[None], what: str) -> None:
     if not task.cancelled() and (raised := task.exception()) is not None:
         known = isinstance(raised, TransportError)
         check(known, f"{what} raised {raised!r}, which is no TransportError")
-
-
-async def _ends_soon(task: asyncio.Future[Any]) -> bool:
-    """Return whether ``task`` ends before a timer that begins now. The timer is one of many short
-    ones, one after the other, so that it does not count for how long this process has stood still.
-    """
-    for _ in range(_SLICES):
-        await asyncio.wait([task], timeout=_CANCEL_S / _SLICES)
-        if task.done():
-            return True
-    return False
 
 
 class StoppingTests(TransportKit):
@@ -453,7 +442,7 @@ async def _failed_or_cancelled(task: asyncio.Future[Any], what: str) -> None:
     """Check that ``task`` has ended or can be cancelled, and raised at most a TransportError."""
     if not task.done():
         task.cancel()
-        check(await _ends_soon(task), f"a cancelled {what} did not end within a second")
+        check(await ends_within(task, _CANCEL_S), f"a cancelled {what} did not end within a second")
     raised = None if task.cancelled() else task.exception()
     known = raised is None or isinstance(raised, TransportError)
     check(known, f"a {what} raised {raised!r}, which is no TransportError")
