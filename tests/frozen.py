@@ -1,10 +1,14 @@
 """Imported last by the fork server: what it has imported is never garbage, and a collection in one
-of its children neither walks it nor copies its pages.
+of its children neither walks it nor copies its pages. Nor does one of them, when it ends, take apart
+torch's tables of operators, which takes as long as all else that a short one does.
 """
 
 from __future__ import annotations
 
 import gc
+import weakref
 
+for _finalizer in [*weakref.finalize._registry]:  # type: ignore[attr-defined]
+    _finalizer.atexit = False
 gc.collect()
 gc.freeze()
