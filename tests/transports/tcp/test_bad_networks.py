@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import os
 import time
 
 import pytest
@@ -15,6 +14,7 @@ from tests.transports.tcp.proxy import Proxy
 from torchstore_core.contracts.transport import Copy
 from torchstore_core.errors import TransportError
 from torchstore_core.testing.timers import ends_within
+from torchstore_core.testing.transports.ends.memory import pattern
 
 
 async def test_a_long_delay_costs_no_round_trip_a_unit() -> None:
@@ -22,7 +22,7 @@ async def test_a_long_delay_costs_no_round_trip_a_unit() -> None:
     with Proxy() as proxy:
         async with linked(128 * MB, proxy.route) as (link, there):
             proxy.delay_s = 0.025
-            data = os.urandom(96 * MB)
+            data = pattern(1, 96 * MB)
             source, target = Local(96 * MB, data), Local(96 * MB)
             await link.write([source.copy()])
             assert there.memory[: 96 * MB] == data
@@ -47,7 +47,7 @@ async def test_a_cut_is_an_error_that_says_what_has_arrived(write: bool, streams
         async with linked(256 * MB, proxy.route) as (link, there):
             for widths in (link._reads, link._writes):
                 widths.choose = lambda nbytes: streams  # type: ignore[method-assign]
-            data = os.urandom(200 * MB)
+            data = pattern(2, 200 * MB)
             local = Local(200 * MB, data if write else b"")
             if not write:
                 there.memory[: 200 * MB] = data
@@ -101,7 +101,7 @@ async def test_progress_is_what_has_moved_and_nothing_else() -> None:
 async def test_a_stall_ends_and_nothing_was_lost() -> None:
     with Proxy() as proxy:
         async with linked(128 * MB, proxy.route) as (link, _):
-            data = os.urandom(100 * MB)
+            data = pattern(3, 100 * MB)
             source, target = Local(100 * MB, data), Local(100 * MB)
             for way, move in (
                 ("up", link.write([source.copy()])),
@@ -216,7 +216,7 @@ async def test_a_cancelled_write_that_is_stalled_is_uncertain_until_disconnect()
 
 async def test_a_cancelled_batch_leaves_others_alone() -> None:
     async with linked(512 * MB) as (link, there):
-        data = os.urandom(150 * MB)
+        data = pattern(4, 150 * MB)
         there.memory[: 150 * MB] = data
         lasting, ending = Local(150 * MB), Local(150 * MB)
         works = [asyncio.ensure_future(link.read([one.copy()])) for one in (lasting, ending)]
@@ -232,7 +232,7 @@ async def test_checksums(write: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHSTORE_TCP_CHECKSUM", "1")
     with Proxy() as proxy:
         async with linked(64 * MB, proxy.route) as (link, there):
-            data = os.urandom(20 * MB)
+            data = pattern(5, 20 * MB)
             source, target = Local(20 * MB, data), Local(20 * MB)
             await link.write([source.copy()])
             await link.read([target.copy()])
@@ -252,7 +252,7 @@ async def test_without_checksums_damage_is_not_noticed() -> None:
     """So the test above is about checksums."""
     with Proxy() as proxy:
         async with linked(64 * MB, proxy.route) as (link, there):
-            source = Local(20 * MB, os.urandom(20 * MB))
+            source = Local(20 * MB, pattern(6, 20 * MB))
             proxy.flip_after["up"] = proxy.forwarded["up"] + 9 * MB
             await link.write([source.copy()])
             found = int.from_bytes(there.memory[: 20 * MB])

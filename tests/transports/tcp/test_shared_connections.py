@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -24,6 +23,7 @@ from tests.transports.tcp.halves import (
 )
 
 from torchstore_core.errors import TransportError
+from torchstore_core.testing.transports.ends.memory import pattern
 from torchstore_transports.tcp.link import TcpLink
 from torchstore_transports.tcp.wire.authentication import introduce
 from torchstore_transports.tcp.wire.protocol import EXTENT, REQUEST, WRITE
@@ -43,7 +43,7 @@ async def _two() -> AsyncIterator[tuple[tuple[Volume, TcpLink], tuple[Volume, Tc
 async def test_one_set_for_all_volumes() -> None:
     before = sockets()
     async with _two() as ((one, to_one), (other, to_other)):
-        data = [os.urandom(40 * MB), os.urandom(40 * MB)]
+        data = [pattern(1, 40 * MB), pattern(2, 40 * MB)]
         sources = [Local(40 * MB, content) for content in data]
         targets = [Local(40 * MB), Local(40 * MB)]
         await asyncio.gather(
@@ -65,7 +65,7 @@ async def test_one_set_for_all_volumes() -> None:
 
 async def test_the_end_of_one_leaves_the_other_alone() -> None:
     async with _two() as ((one, to_one), (other, to_other)):
-        data = os.urandom(200 * MB)
+        data = pattern(3, 200 * MB)
         source, target = Local(200 * MB, data), Local(200 * MB)
         await to_other.write([source.copy()])
         reading = asyncio.ensure_future(to_other.read([target.copy()]))

@@ -19,7 +19,8 @@ _BLOCK = (1 << 16) + 1
 def pattern(seed: int, nbytes: int) -> bytes:
     """Return bytes that depend on the seed, and that differ from place to place."""
     block = random.Random(seed).randbytes(min(nbytes, _BLOCK))  # noqa: S311
-    return (block * (nbytes // _BLOCK + 1))[:nbytes]
+    whole, rest = divmod(nbytes, _BLOCK)
+    return b"".join([*[block] * whole, block[:rest]])
 
 
 def give_back() -> None:
