@@ -151,7 +151,8 @@ class SnapshotUnavailableError(SnapshotStorageError, ConnectionError):
 class SnapshotUndecidedError(SnapshotUnavailableError):
     """An object store went away when a snapshot was to become visible, and does not say whether it
     is. What the take has written, and what it refers to, stays for a quarter of an hour; then a
-    garbage collection removes it if there is no such snapshot.
+    garbage collection removes it if there is no such snapshot. ``details["take"]`` is the id that
+    the manifest of the snapshot would have.
     """
 
     code = "snapshot-undecided"

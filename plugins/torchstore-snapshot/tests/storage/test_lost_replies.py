@@ -116,3 +116,37 @@ def test_what_may_still_be_committed_stays(
     assert (report.running, report.mended) == ((), (f"step-1/{MAP}",))
     (file,) = Snapshot(URL).manifest.files
     assert sorted(files()) == sorted([MANIFEST, MAP, file.name])
+
+
+def test_what_all_ranks_of_a_checkpoint_have_written_stays(store: Any) -> None:
+    """Each has a claim of its own, which it gives up after a save that failed."""
+    states = [{"m": {f"w{rank}": torch.ones(3000)}} for rank in range(2)]
+    writers = [SnapshotStorageWriter(URL) for _ in states]
+    planners = [dcp.DefaultSavePlanner() for _ in states]
+    plans = []
+    for rank, (state, writer, planner) in enumerate(zip(states, writers, planners, strict=True)):
+        writer.set_up_storage_writer(rank == 0, rank=rank)
+        planner.set_up_planner(state, writer.storage_meta(), rank == 0)
+        plans.append(planner.create_local_plan())
+    plans, metadata = planners[0].create_global_plan(plans)
+    results = [
+        writer.write_data(planner.finish_plan(plan), planner).wait()
+        for writer, planner, plan in zip(writers, planners, plans, strict=True)
+    ]
+    gone: list[bool] = []
+
+    def lose(environ: dict[str, Any]) -> None:
+        gone.extend([True] if environ["REQUEST_METHOD"] == "PUT" and of_manifest(environ) else [])
+        if gone and of_manifest(environ):
+            raise ConnectionResetError
+
+    store.before = lose
+    with pytest.raises(SnapshotUndecidedError):
+        writers[0].finish(metadata, results)
+    store.reset()
+    for writer in writers:
+        writer._end_claim()
+    report = gc(FOLDER)
+    assert (report.files, len(report.running), report.dead) == ((), 2, ())
+    assert len(gc(FOLDER, grace=0).files) == 4
+    assert files() == []

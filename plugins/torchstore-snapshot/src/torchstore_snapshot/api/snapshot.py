@@ -125,6 +125,8 @@ class Snapshot:
             UnsafeObjectError: a value needs pickle.
             UnsupportedValueError, LayoutMismatchError: a value cannot be stored.
             RankFailedError: another rank failed.
+            SnapshotUndecidedError: an object store went away, and nobody knows whether there is a
+                snapshot. See if its take is that of ``details["take"]``.
             OSError: the storage failed, for example because it is full.
         """
         ranks = Ranks(pg)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import weakref
@@ -13,7 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from torchstore_core.errors import ConfigurationError
+from torchstore_core.errors import ConfigurationError, TorchStoreError
 from torchstore_snapshot.dcp.items import (
     Written,
     entry_of,
@@ -25,12 +26,13 @@ from torchstore_snapshot.dcp.items import (
 from torchstore_snapshot.dcp.layout import divided, fold
 from torchstore_snapshot.dcp.objects import encoded, value_of
 from torchstore_snapshot.dcp.places import AtPath
+from torchstore_snapshot.errors import SnapshotUndecidedError
 from torchstore_snapshot.format.manifest import (
     Entry,
     Manifest,
 )
 from torchstore_snapshot.format.paths import check_name, claim_file, new_take_id, take_of
-from torchstore_snapshot.series.claims import Claim, require
+from torchstore_snapshot.series.claims import Claim, outlive, require
 from torchstore_snapshot.storage.opening import path_text
 from torchstore_snapshot.storage.remote import RemoteStorage
 from torchstore_snapshot.storage.settings import using
@@ -237,6 +239,11 @@ class SnapshotStorageWriter(AtPath, StorageWriter):
             for take in others:
                 require(storage, take)
             publish(storage, manifest, self._options, self._claim)
+        except SnapshotUndecidedError:
+            for take in others:
+                with contextlib.suppress(TorchStoreError, OSError):
+                    outlive(storage, take)
+            raise
         finally:
             self._end_claim()
         for take in others:

@@ -26,7 +26,7 @@ from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.storage.naming import no_folder
 
 __all__ = ["GRACE_S", "Claim", "Record", "alive", "claims_in", "decode", "give_up", "require"]
-__all__ += ["withdraw"]
+__all__ += ["outlive", "withdraw"]
 
 #: Seconds without a sign of life after which a take on another host counts as dead.
 GRACE_S = 900.0
@@ -176,6 +176,20 @@ def give_up(storage: Storage, take: str) -> None:
             storage.publish(name, lost, take=take, overwrite=True, durable=False)
 
 
+def outlive(storage: Storage, take: str) -> None:
+    """Say in the claim of a take that nobody knows whether the take is committed: a request that
+    would do so may still be on its way. The claim stays, and is alive until it is old, whether or
+    not its process is.
+
+    Raises:
+        OSError: the storage failed.
+        TakeLostError: the take was given up.
+    """
+    record = msgspec.structs.replace(require(storage, take), host=_ANY_HOST, commits=False)
+    data = msgspec.json.encode(record)
+    storage.publish(claim_file(take), data, take=take, overwrite=True, durable=False)
+
+
 def withdraw(storage: Storage, take: str, *, keep_folder: bool) -> None:
     """Remove the claim of a take of another process that has ended, or has handed it over; as
     :meth:`Claim.release`.
@@ -232,7 +246,7 @@ class Claim:
         self._start()
 
     def _set(self, storage: Storage, record: Record) -> None:
-        self._storage, self._record = storage, record
+        self._storage, self._record, self._stays = storage, record, False
         self._stopped, self._lock = threading.Event(), threading.Lock()
 
     @classmethod
@@ -350,14 +364,11 @@ class Claim:
             self.release()
 
     def outlive(self) -> None:
-        """Say that nobody knows whether the take is committed: a request that would do so may still
-        be on its way. The claim stays, and is alive until it is old, whether or not its process is.
-        Never raises.
-        """
+        """See :func:`outlive`. Never raises: if it cannot be said, the claim stays as it is."""
         self.stop()
-        self._record = msgspec.structs.replace(self._record, host=_ANY_HOST, commits=False)
+        self._stays = True
         with contextlib.suppress(OSError, TorchStoreError):
-            self._publish()
+            outlive(self._storage, self._record.take)
 
     def stop(self) -> None:
         """Renew it no longer. It remains."""
@@ -384,7 +395,7 @@ class Claim:
             keep_folder: others will write something there.
         """
         self.stop()
-        if self._record.lost or self._record.host == _ANY_HOST:
+        if self._record.lost or self._stays:
             return
         with contextlib.suppress(OSError, TorchStoreError):
             _remove(self._storage, self._record.take, 0 if keep_folder else self._record.made)
@@ -394,9 +405,9 @@ class Claim:
         if the claim is gone, or stays, do nothing. Never raises.
         """
         self.stop()
-        if self._record.host == _ANY_HOST:
-            return
         with contextlib.suppress(OSError, TorchStoreError):
+            if self._stays or self._found().host == _ANY_HOST:
+                return
             give_up(self._storage, self._record.take)
             self._record = msgspec.structs.replace(self._record, lost=True)
 
@@ -419,7 +430,8 @@ class Claim:
                 if self._stopped.is_set():
                     return
                 try:
-                    self._found()
+                    if self._found().host == _ANY_HOST:
+                        return
                     self._publish()
                 except TakeLostError:
                     return  # the commit will notice

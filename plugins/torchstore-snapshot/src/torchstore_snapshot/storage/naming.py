@@ -95,7 +95,7 @@ def naming_local(path: str) -> Iterator[None]:
     """
     try:
         yield
-    except TorchStoreError:
+    except (TorchStoreError, *_PLAIN):
         raise
     except OSError as error:
         found: SnapshotStorageError
