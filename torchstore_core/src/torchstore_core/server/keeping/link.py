@@ -156,10 +156,6 @@ class KeeperLink:
         elif not is_kept:
             self.unkept(name)
 
-    def close(self) -> None:
-        """Hold the connection no more. Idempotent."""
-        self._socket.close()
-
 
 def _do_nothing(name: str) -> None:
     """Nobody can have it kept later."""
