@@ -128,11 +128,23 @@ async def test_the_command_waits_until_that_is_in_vain(
     assert torch.equal(held, data(0))
 
 
-async def test_a_copier_that_does_not_start_is_said_to_be_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("module", "does", "says"),
+    [
+        # Not the server, but what copies for it imports torch, and asks which transports to use.
+        ("torch", "raise SystemExit(3)", "no copier has started beside volume"),
+        (
+            "sitecustomize",
+            "import os\nos.environ['TORCHSTORE_BLOCK'] = 'shm,tcp'",
+            "no transport can move",
+        ),
+    ],
+    ids=["does not start", "cannot read"],
+)
+async def test_why_nothing_is_copied_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, does: str, says: str
 ) -> None:
-    """Not the server, but what copies for it imports torch."""
-    (tmp_path / "torch.py").write_text("raise SystemExit(3)")
+    (tmp_path / f"{module}.py").write_text(does)
     paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
     async with running_store(num_storage_volumes=2, capacity=64 * MB, strategy="hash") as client:
@@ -141,10 +153,10 @@ async def test_a_copier_that_does_not_start_is_said_to_be_missing(
         assert not (await client.drain(name, wait=False)).done
 
         async def is_said() -> bool:
-            trouble = (await client.status()).repair.trouble
-            return trouble.startswith("no copier has started beside volume")
+            return says in (await client.status()).repair.trouble
 
         await until(is_said, REPAIRED_S)
+        assert await volume_of(client, "k") == name
         assert torch.equal(await client.get("k"), data(1))
 
 
