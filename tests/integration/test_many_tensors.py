@@ -130,6 +130,18 @@ async def test_any_mixture(client: ts.Client, kinds: list[str]) -> None:
 
 
 @by_link
+@pytest.mark.parametrize("at", [0, 100, 199])
+async def test_one_that_is_copied_in_parts_among_many(client: ts.Client, at: int) -> None:
+    await client.keys()  # what joins the store with a put puts one by one
+    values = {f"k{i:03}": torch.full((60,), float(i)) for i in range(200)}
+    values[f"k{at:03}"] = torch.arange(2_000_000.0)
+    await client.put_batch(values)
+    into = {key: torch.zeros_like(value) for key, value in values.items()}
+    await client.get_batch(into)
+    assert all(torch.equal(into[key], value) for key, value in values.items())
+
+
+@by_link
 @pytest.mark.parametrize("odd", ["plain", "half", "parameter", "inference", "transposed", "large"])
 @pytest.mark.parametrize("compiled", [True, False])
 async def test_one_that_is_odd_among_many(

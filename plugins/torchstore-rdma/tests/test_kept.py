@@ -11,8 +11,9 @@ import pytest
 import torch
 from tests.support import running_store, until
 
-from torchstore_core.contracts.transport import Copy, Memory
-from torchstore_core.errors import TransportError
+from torchstore_core.contracts.transport import Copy, LinkContext, Memory
+from torchstore_core.errors import TransportError, TransportUnavailableError
+from torchstore_core.machine.topology import probe
 from torchstore_rdma import fabric
 from torchstore_rdma.link import RdmaLink, RegisteringLink
 from torchstore_transports.registered.memory_locks import is_locked
@@ -172,6 +173,23 @@ async def test_no_more_is_kept_than_the_bound(
         await _read(link, tensors)
         assert link.kept() == (0, 0, 0)
         assert not any(bool(one.any()) for one in tensors)
+
+
+async def test_a_bound_that_is_no_number_is_refused_before_the_server_half_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(fabric.KEPT_BYTES, "lots")
+    asked: list[bytes] = []
+
+    async def handshake(request: bytes) -> bytes:
+        asked.append(request)
+        return b""
+
+    here = probe()
+    context = LinkContext(here, here, same_host=True, offered=True, handshake=handshake)
+    with pytest.raises(TransportUnavailableError, match="KEPT_BYTES='lots' is not a number"):
+        await RdmaLink.connect(b"", context)
+    assert not asked, "it would have kept what it made for this client"
 
 
 async def test_memory_in_use_outlives_its_owner_until_the_batch_has_ended(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -101,6 +103,61 @@ async def test_what_is_on_a_volume_of_this_host_goes_to_the_others(
     assert "in service" in capsys.readouterr().out
     await local.put("k0", data(200))
     assert await volume_of(local, "k0") == name
+
+
+async def test_the_command_waits_until_that_is_in_vain(
+    local: ts.Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await local.put_batch({f"k{i}": data(i) for i in range(6)})
+    name = await volume_of(local, "k0")
+    held = await local.get("k0")  # zero-copy
+    words = ["drain", name, "--address", local.address]
+
+    assert await asyncio.to_thread(torchstore, [*words, "--wait", "0.1"]) == 1
+    assert re.search(r"being drained: .* after 0.1 s; it goes on", capsys.readouterr().err)
+    before = (await local.status()).operations["Drain"]
+
+    async def has_begun() -> bool:
+        return (await local.status()).operations["Drain"] > before + 1
+
+    waiting = asyncio.create_task(asyncio.to_thread(torchstore, words))
+    await until(has_begun, REPAIRED_S)
+    await local.drain(name, undo=True)
+    assert await waiting == 1
+    assert "was put back in service by somebody else" in capsys.readouterr().err
+    assert torch.equal(held, data(0))
+
+
+@pytest.mark.parametrize(
+    ("module", "does", "says"),
+    [
+        # Not the server, but what copies for it imports torch, and asks which transports to use.
+        ("torch", "raise SystemExit(3)", "no copier has started beside volume"),
+        (
+            "sitecustomize",
+            "import os\nos.environ['TORCHSTORE_BLOCK'] = 'shm,tcp'",
+            "no transport can move",
+        ),
+    ],
+    ids=["does not start", "cannot read"],
+)
+async def test_why_nothing_is_copied_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, does: str, says: str
+) -> None:
+    (tmp_path / f"{module}.py").write_text(does)
+    paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    async with running_store(num_storage_volumes=2, capacity=64 * MB, strategy="hash") as client:
+        await client.put("k", data(1))
+        name = await volume_of(client, "k")
+        assert not (await client.drain(name, wait=False)).done
+
+        async def is_said() -> bool:
+            return says in (await client.status()).repair.trouble
+
+        await until(is_said, REPAIRED_S)
+        assert await volume_of(client, "k") == name
+        assert torch.equal(await client.get("k"), data(1))
 
 
 async def test_what_cannot_be_drained_says_so(local: ts.Client) -> None:

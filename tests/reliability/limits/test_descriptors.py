@@ -403,6 +403,30 @@ async def test_a_keeper_without_descriptors_loses_nothing() -> None:
             await ts.shutdown("unkept")
 
 
+async def test_a_session_that_the_keeper_had_no_descriptor_for_comes_back_by_itself() -> None:
+    """Its connection ends with the server; it connects again, with all that it holds."""
+    with kept() as scarce:
+        keeper = scarce.process
+        (server,) = keeper.children()
+        limit_descriptors(keeper.pid, max(descriptors_of(scarce)) + 1)
+        client = await ts.connect(scarce.address, store_name="unkept")
+        await client.put("w", LARGE)
+        ref = await client.put_object([1, 2, 3])
+        tensor = await client.get("w")  # zero-copy
+        await until(lambda: "has no file descriptor left for what is to" in scarce.log())
+        server.suspend()  # it does not ask the keeper again
+        limit_descriptors(keeper.pid, LIMIT)
+        server.kill()
+        assert await client.get(ref) == [1, 2, 3]
+        assert await leased(client) >= LARGE.nbytes
+        await client.put("w", LARGE + 1)
+        assert torch.equal(tensor, LARGE)
+        del tensor
+        await until(functools.partial(leases_nothing, client))
+        assert torch.equal(await client.get("w"), LARGE + 1)
+        await ts.shutdown("unkept")
+
+
 async def test_a_server_without_descriptors_to_start_again_waits_for_them() -> None:
     """It failed in the midst of it, and was given up after some thirty attempts."""
     with kept() as scarce:
@@ -415,6 +439,14 @@ async def test_a_server_without_descriptors_to_start_again_waits_for_them() -> N
         await until(lambda: scarce.log().count(in_words) > 1)
         assert "Traceback" not in scarce.log()
         assert keeper.is_running()
+
+
+async def leased(client: ts.Client) -> int:
+    return sum(session.leased_bytes for session in (await client.status()).sessions)
+
+
+async def leases_nothing(client: ts.Client) -> bool:
+    return not await leased(client)
 
 
 def limit_descriptors(pid: int, limit: int) -> None:

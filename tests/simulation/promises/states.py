@@ -13,6 +13,7 @@ import msgspec
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.keeping.recorded_holds import HOLDS
 from torchstore_core.server.keeping.state import CATALOG
+from torchstore_core.server.spilling.policy import State
 
 __all__ = ["OF_A_LIFE", "state_of"]
 
@@ -43,7 +44,7 @@ def state_of(controller: Controller, without: tuple[str, ...] = _TIMES) -> Any:
         {name: getattr(holds, name) for name in HOLDS if name not in ("_deadlines", "_counter")},
         due,
         {key: one[:2] for key, one in catalog.evictions.remembered.items()},
-        controller.spilling.values.cached(),
+        [(t.value, t.key) for t in controller.spilling.values.all() if t.state is State.CACHED],
         controller.spilling.evicted,
     ]
     sessions = dict(sorted(controller.sessions.items()))

@@ -15,6 +15,7 @@ from torchstore_core.server.serving.sending import Sender
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import batches, paging
 from torchstore_core.wire import messages as m
+from torchstore_core.wire.columns import kinds_of, pack
 from torchstore_core.wire.framing import HEADER, decode_reply, encode
 
 MAX_PAGE = 600
@@ -50,6 +51,12 @@ Reply = st.one_of(
 )
 
 
+#: A value of which there are more shards than fit on a page.
+PARTS = [m.Part((0, at), (2, 3), 6, bytes([at]) * 90, None) for at in range(20)]
+SHARDS = m.Entry(1, META, 35, None, None, PARTS)
+COLUMNS = m.EntryColumns(*kinds_of([META], [35]), [1], 5, 0, pack([64]))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def small_pages() -> Iterator[None]:
     """Limits so low that small replies are long."""
@@ -81,6 +88,10 @@ def test_pages_are_the_reply_again(reply: m.Reply) -> None:
         m.Located(1, [m.Entry(1, META, 35, b"")] * 1000, False),
         m.Fetched(1, 1, [None] * 1000, [], {}, [], False),
         m.Granted(1, [m.Grant(0, 0, 0)] * 1000),
+        m.Located(1, [SHARDS], True),
+        m.Located(1, [m.Entry(1, META, 35, b""), SHARDS, SHARDS, m.Entry(1, META, 35, b"")], True),
+        m.Fetched(1, 1, [SHARDS, None], ["w", "b"], {0: b"w"}, [(1, 0)], True),
+        m.Fetched(1, 1, [], ["w"] * 1000, {}, [], True, columns=COLUMNS),
     ],
     ids=lambda reply: type(reply).__name__,
 )

@@ -10,7 +10,8 @@ import msgspec
 
 from torchstore_cli import reports
 from torchstore_cli.connection import open_store
-from torchstore_core.errors import DrainError, StoreTimeoutError, in_seconds
+from torchstore_core.errors import StoreTimeoutError, in_seconds
+from torchstore_core.reports.repairs import check_drain
 from torchstore_core.wire import messages as m
 
 __all__ = ["drain"]
@@ -39,16 +40,11 @@ async def drain(
             report = (await store.call(m.DrainReply, m.Drain, volume, what)).report
             if undo or wait == 0 or report.done:
                 return reports.Drained.of(store.address, report)
-            details = msgspec.structs.asdict(report)
-            if report.stuck_values or not report.draining:
-                raise DrainError(
-                    f"{report}. Make room on the other volumes and drain it again, or put it back "
-                    "in service with --undo",
-                    details=details,
-                )
+            check_drain(report, "--undo")
             if time.monotonic() >= until:
                 raise StoreTimeoutError(
-                    f"{report} after {in_seconds(wait)}; it goes on", details=details
+                    f"{report} after {in_seconds(wait)}; it goes on",
+                    details=msgspec.structs.asdict(report),
                 )
             what = "look"
             await asyncio.sleep(_PAUSE_S)

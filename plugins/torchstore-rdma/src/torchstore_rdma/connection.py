@@ -16,6 +16,7 @@ import msgspec
 
 from torchstore_core.contracts.transport import Copy, LinkContext
 from torchstore_core.errors import (
+    ConfigurationError,
     StoreClosedError,
     TransportError,
     TransportNotReadyError,
@@ -69,10 +70,14 @@ class Connection:
 
         Raises:
             TransportNotReadyError: they do not, or not in time.
+            TransportUnavailableError: a variable of the environment is wrong.
             TransportError: the server half refuses.
         """
         devices = self._context.client.rdma_devices
-        place = fabric.here(devices)
+        try:
+            place, keep = fabric.here(devices), fabric.kept()
+        except ConfigurationError as error:
+            raise TransportUnavailableError(error.message) from error
         alive = [name for name, one in list(_alive.items()) if not one.is_gone()]
         answer = await self._ask(Hello(self.name, alive, place, need))
         welcome = msgspec.msgpack.decode(answer, type=Welcome)
@@ -89,7 +94,7 @@ class Connection:
         exposed = {one.segment: one for one in welcome.exposed}
         self._one_sided = bool(place.rdma_devices and welcome.place.rdma_devices)
         slow = not (self._one_sided or self._context.same_host)
-        self._engine = Engine(make, exposed, pins=self._pins, keep=fabric.kept(), slow=slow)
+        self._engine = Engine(make, exposed, pins=self._pins, keep=keep, slow=slow)
         try:
             async with asyncio.timeout(_CONNECT_S):
                 await asyncio.wrap_future(self._engine.started)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from torchstore_core.errors import DrainError
 from torchstore_core.reports.summaries import count_text
 from torchstore_core.reports.units import human_bytes
 
@@ -108,3 +109,23 @@ class DrainReport(msgspec.Struct, frozen=True):
             else "",
         ]
         return "; ".join([text, *filter(None, parts)])
+
+
+def check_drain(report: DrainReport, undo: str) -> None:
+    """Raise ``DrainError`` if a volume that is to be drained will not become empty as things are.
+
+    Args:
+        undo: what puts it back in service, as text that follows "with".
+    """
+    details = msgspec.structs.asdict(report)
+    if not report.draining:
+        raise DrainError(
+            f"volume {report.volume} was put back in service by somebody else while it was drained",
+            details=details,
+        )
+    if report.stuck_values:
+        raise DrainError(
+            f"{report}. Make room on the other volumes and drain it again, or put it back in "
+            f"service with {undo}",
+            details=details,
+        )

@@ -32,7 +32,6 @@ from torchstore_core.server.index.items import (
     PutItems,
     check_lent,
     grants_of,
-    items_of,
     packed_grant,
 )
 from torchstore_core.server.index.key_history import PutTarget
@@ -240,7 +239,11 @@ class Controller:
             raise ProtocolError(f"put id {request.txn} is in use")
         if session.ended_early and session.was_ended_early(request.txn):
             raise ProtocolError(f"put id {request.txn} was aborted before it began")
-        items = request.items if request.columns is None else items_of(request)
+        items: Sequence[m.PutItem] = request.items
+        if request.columns is not None:
+            if items:
+                raise ProtocolError("the items of a put come in columns or one by one")
+            items = PutItems(request.columns)
         if not items and request.group is None:
             raise ProtocolError("a put needs at least one item")
         if request.lent:

@@ -580,11 +580,6 @@ class Server:
         for call in calls:
             self._loop.call_soon(call)
 
-    def lost_volumes(self) -> list[str]:
-        """Return the ids of the volumes that are lost."""
-        there = () if self._controller is None else self._controller.volumes
-        return [volume.info.id for volume in there if volume.lost]
-
     def volume_warmed(self, index: int, message: m.Warm) -> None:
         """Handle an attached volume's report of how much of its memory is warm."""
         self._attached[index].memory.warmed(message)

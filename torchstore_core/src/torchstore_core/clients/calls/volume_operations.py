@@ -6,8 +6,8 @@ import asyncio
 
 from torchstore_core.clients.calls.arguments import check_bools
 from torchstore_core.clients.calls.reference_operations import ReferenceOperations
-from torchstore_core.errors import DrainError, StoreTimeoutError, UnsupportedValueError, in_seconds
-from torchstore_core.reports.repairs import DrainReport
+from torchstore_core.errors import StoreTimeoutError, UnsupportedValueError, in_seconds
+from torchstore_core.reports.repairs import DrainReport, check_drain
 from torchstore_core.wire import messages as m
 
 # How long until the server is asked again how far it is, in seconds.
@@ -69,7 +69,7 @@ class VolumeOperations(ReferenceOperations):
                 report = reply.report
                 if undo or not wait or report.done:
                     return report
-                _check(report)
+                check_drain(report, "undo=True")
                 try:
                     left = clock.left()
                     await asyncio.sleep(pause if left is None else min(pause, left))
@@ -80,24 +80,3 @@ class VolumeOperations(ReferenceOperations):
                         details=error.details,
                     ) from error
                 what, pause = "look", min(2 * pause, _LONGEST_PAUSE_S)
-
-
-def _check(report: DrainReport) -> None:
-    """Raise DrainError if a volume will not become empty as things are."""
-    details = {
-        "volume": report.volume,
-        "nbytes": report.nbytes,
-        "stuck_values": report.stuck_values,
-        "stuck_bytes": report.stuck_bytes,
-    }
-    if not report.draining:
-        raise DrainError(
-            f"volume {report.volume} was put back in service by somebody else while it was drained",
-            details=details,
-        )
-    if report.stuck_values:
-        raise DrainError(
-            f"{report}. Make room on the other volumes and drain it again, or put it back in "
-            "service with undo=True",
-            details=details,
-        )

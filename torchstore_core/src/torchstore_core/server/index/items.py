@@ -58,15 +58,6 @@ class PutItems(Sequence[m.PutItem]):
         return map(m.PutItem, self.keys, self.metas, self.sizes)
 
 
-def items_of(request: m.Put) -> Sequence[m.PutItem]:
-    """The items of a put. Raises ProtocolError if those in columns are invalid."""
-    if request.columns is None:
-        return request.items
-    if request.items:
-        raise ProtocolError("the items of a put come in columns or one by one")
-    return PutItems(request.columns)
-
-
 @overload
 def one_by_one(request: m.LocateKeys) -> m.Locate: ...
 @overload

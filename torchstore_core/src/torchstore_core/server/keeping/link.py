@@ -202,10 +202,6 @@ class KeeperLink:
         elif not is_kept:
             self.unkept(name)
 
-    def close(self) -> None:
-        """Hold the connection no more. Idempotent."""
-        self._socket.close()
-
 
 def _do_nothing(*_: object) -> None:
     """Nobody wants to know."""

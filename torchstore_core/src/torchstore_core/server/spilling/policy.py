@@ -219,10 +219,6 @@ class Residency:
                 nbytes -= tracked.nbytes
         return found
 
-    def cached(self) -> list[tuple[Value, str]]:
-        """The values that may be evicted, with their keys, the least recently used first."""
-        return [(one.value, one.key) for one in self._by_use[State.CACHED].values()]
-
     def all(self) -> list[Tracked]:
         """All of them: those of which there is an order by use in that order."""
         ranked = [one for order in self._by_use.values() for one in order.values()]
