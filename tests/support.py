@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torchstore_core as ts
 from torchstore_core.errors import PluginError
@@ -116,15 +117,38 @@ def server_children() -> set[int]:
 async def halt(pid: int) -> None:
     """Stop a process (SIGSTOP), and wait until none of its threads runs any more."""
     os.kill(pid, signal.SIGSTOP)
+    await until(lambda: _states(pid) == {"T"})
 
-    def states() -> set[str]:
-        found: set[str] = set()
-        for task in _tasks(pid):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it just ended
-                found.add((task / "stat").read_text().rpartition(")")[2].split()[0])
-        return found
 
-    await until(lambda: states() == {"T"})
+def stop(pid: int) -> None:
+    """The same, in the middle of a step of the event loop."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 20
+    while _states(pid) != {"T"}:
+        assert time.monotonic() < deadline, _states(pid)
+
+
+def _states(pid: int) -> set[str]:
+    found: set[str] = set()
+    for task in _tasks(pid):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it just ended
+            found.add((task / "stat").read_text().rpartition(")")[2].split()[0])
+    return found
+
+
+@contextmanager
+def before_commits(call: Callable[[], object]) -> Iterator[None]:
+    """Call something just before a put with ``blocking=False`` sends its commit and returns."""
+    from torchstore_core.clients.transfer.puts import Putting
+
+    begin_commit = Putting.begin_commit
+
+    def begin_after(putting: Putting) -> None:
+        call()
+        begin_commit(putting)
+
+    with mock.patch.object(Putting, "begin_commit", begin_after):
+        yield
 
 
 def resume(pid: int) -> None:

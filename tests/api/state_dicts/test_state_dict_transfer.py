@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.processes import run_script
-from tests.support import bits, halt, running_store, turn, until
+from tests.support import before_commits, bits, running_store, stop, turn, until
 from tests.trees import assert_same
 
 import torchstore_core as ts
@@ -300,8 +300,8 @@ async def test_what_is_wrong_with_the_values_is_raised_at_once(shared):
 async def test_a_commit_that_fails_raises_when_awaited_and_is_logged(caplog):
     async with running_store(store_name="killed", keeper=False) as client:
         pid = (await client.status()).controller_pid
-        pending = await client.put_state_dict({"w": torch.ones(300_000)}, "k", blocking=False)
-        os.kill(pid, signal.SIGKILL)  # the commit has not been sent: this task has not let it run
+        with before_commits(lambda: os.kill(pid, signal.SIGKILL)):
+            pending = await client.put_state_dict({"w": torch.ones(300_000)}, "k", blocking=False)
         with pytest.raises(ts.StoreClosedError):
             await pending
         with pytest.raises(ts.StoreClosedError):
@@ -324,8 +324,8 @@ def test_a_loop_may_end_before_the_commit_is_answered(module_store):
     asyncio.run(look())
 
 
-async def test_a_commit_that_is_cancelled_before_it_begins_leaves_nothing_behind(shared):
-    """As a program does that cancels all its tasks when it ends."""
+async def test_a_commit_that_is_cancelled_has_been_sent(shared):
+    """As a program does that cancels all its tasks when it ends: its last put is there."""
     before = asyncio.all_tasks()
     pending = await ts.put_state_dict({"w": torch.ones(300_000)}, "k", blocking=False)
     for task in asyncio.all_tasks() - before:
@@ -338,15 +338,16 @@ async def test_a_commit_that_is_cancelled_before_it_begins_leaves_nothing_behind
         return (await ts.status()).volumes[0].unfinished_bytes == 0
 
     await until(given_back)
-    assert not await ts.exists("k")
+    assert (await ts.get_state_dict("k"))["w"].all()
 
 
 async def test_a_cancelled_await_does_not_stop_the_commit():
     async with running_store(store_name="stopped") as client:
         pid = (await client.status()).controller_pid
-        pending = await client.put_state_dict({"w": torch.ones(300_000)}, "k", blocking=False)
-        await halt(pid)
         try:
+            with before_commits(lambda: stop(pid)):
+                value = {"w": torch.ones(300_000)}
+                pending = await client.put_state_dict(value, "k", blocking=False)
 
             async def wait_for_it() -> None:
                 await pending

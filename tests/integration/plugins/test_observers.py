@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +20,7 @@ import pytest
 import torch
 from tests.integration.servers import ServerThread, connected
 from tests.processes import run_script
-from tests.support import running_store, turn, until
+from tests.support import before_commits, running_store, stop, turn, until
 from tests.unit.plugins.test_plugins import OBSERVERS, Site
 
 import torchstore_core as ts
@@ -227,23 +226,15 @@ async def test_bytes_are_those_that_were_moved(site: Site) -> None:
         server.stop()
 
 
-def stop(pid: int) -> None:
-    """Stop a process (SIGSTOP), and wait until it is."""
-    os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + 5
-    while (state := Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]) != "T":
-        assert time.monotonic() < deadline, state
-
-
 async def test_a_commit_that_goes_on_is_told_of_once_when_it_ends(site: Site) -> None:
     """However it ends. The server is stopped, so that it does not end before."""
     site.install("watcher", OBSERVERS, w=WATCH)
     state_dict = {"w": BIG}
 
     async def begun(client: ts.Client, timeout: float | None = None) -> ts.PendingPut:
-        made = await client.put_state_dict(state_dict, "m", blocking=False, timeout=timeout)
+        with before_commits(lambda: stop(server)):
+            made = await client.put_state_dict(state_dict, "m", blocking=False, timeout=timeout)
         assert isinstance(made, ts.PendingPut)
-        stop(server)  # before this loop has its next turn, in which the commit is sent
         await turn()
         assert not [told for told in seen()[told_before:] if told.name == "put_state_dict"]
         return made

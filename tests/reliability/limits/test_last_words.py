@@ -69,7 +69,7 @@ def a_put(txn: int) -> bytes:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_an_abort_that_was_sent_before_the_connection_was_closed_is_heard(
+def test_what_was_given_back_before_the_connection_was_closed_is_heard(
     loop: Callable[[], asyncio.AbstractEventLoop],
 ) -> None:
     done = threading.Event()
@@ -77,9 +77,12 @@ def test_an_abort_that_was_sent_before_the_connection_was_closed_is_heard(
     def client(path: str) -> None:
         liveness, welcome = connected(path, b"")
         channel, _ = connected(path, welcome.session)
+        item = m.PutItem("", TensorMeta("uint8", (4,)), 4, b"abcd")
+        channel.sendall(encode(m.PutObject(3, 3, item, 4)) + encode(m.Lend(4, 5)))
+        assert isinstance(received(channel), m.Committed)
 
         def leave() -> None:  # on the server's thread: it has read the put, and will answer it
-            channel.sendall(encode(m.Abort([2])))
+            channel.sendall(encode(m.Abort([2])) + encode(m.TakeBack([5])))
             channel.close()
             done.set()
 
@@ -95,6 +98,10 @@ def test_an_abort_that_was_sent_before_the_connection_was_closed_is_heard(
             if session.lanes == 1:
                 break
         assert (session.lanes, session.unfinished_puts, session.unfinished_bytes) == (1, 0, 0)
+        other.sendall(encode(m.Refs(100)))
+        reply = received(other)
+        assert isinstance(reply, m.RefsReply)
+        assert [holder.state for one in reply.refs for holder in one.holders] == ["held"]
         other.close()
         liveness.close()
 

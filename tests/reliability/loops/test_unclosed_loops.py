@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
@@ -304,11 +305,22 @@ def test_a_commit_is_awaited_on_the_loop_of_another_thread():
 
 @pytest.mark.parametrize("way", ["closed", "cancelled"])
 def test_a_commit_that_its_loop_has_left_behind_is_an_error(way: str):
-    """Not the cancellation of whoever awaits it on another loop, which nobody has cancelled."""
+    """Not the cancellation of whoever awaits it on another loop, which nobody has cancelled. What
+    was put is there all the same: a program may end right after its last put.
+    """
     loop = asyncio.new_event_loop()
     # So many entries that the reply to their commit is awaited.
     value = {f"w{number}": torch.zeros(30_000) for number in range(100)}
-    handle: Any = loop.run_until_complete(ts.put_state_dict(value, "left", blocking=False))
+    handles: list[Any] = []
+
+    async def put() -> None:
+        handles.append(await ts.put_state_dict(value, way, blocking=False))
+        if way == "cancelled":  # before the task that awaits the commit has begun
+            sys.exit()
+
+    with contextlib.suppress(SystemExit):
+        loop.run_until_complete(put())
+    (handle,) = handles
     assert not handle.done()
     if way == "cancelled":
         for task in asyncio.all_tasks(loop):
@@ -316,9 +328,10 @@ def test_a_commit_that_its_loop_has_left_behind_is_an_error(way: str):
         loop.run_until_complete(turn())
         loop.run_until_complete(turn())
     loop.close()
-    with pytest.raises(ts.StoreClosedError, match="'left' was put ended") as caught:
+    with pytest.raises(ts.StoreClosedError, match=f"'{way}' was put ended") as caught:
         asyncio.run(_awaited(handle))
-    assert caught.value.key == "left"
+    assert caught.value.key == way
+    assert asyncio.run(ts.wait(way, timeout=20))
 
 
 @pytest.mark.parametrize("entries", [1, 64])

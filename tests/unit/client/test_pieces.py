@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import pickle
+import sys
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -44,6 +47,7 @@ MIXED = (
     {"k" * LARGE: bytearray(LARGE), "at the end": bytearray(LARGE - 1)},
 )
 IN_MSGPACK = [_large(bytes), _large(str), _large(bytearray), [_large(bytes)], MIXED, *MIXED]
+IN_MSGPACK += ["x" * LARGE]
 
 
 def _bytes_of(pieces: Pieces) -> bytes:
@@ -130,6 +134,23 @@ def test_large_buffers_are_not_copied(make, wrap):
     _, pieces = encode_pieces("k", value, allow_pickle=True)
     where = address_of(large if make is bytes else memoryview(large))
     assert where in [address for address, _, _ in pieces.runs("k", 0)]
+
+
+def test_nor_is_text_that_is_ascii():
+    """Its bytes in UTF-8 are its own memory, which lives as long as the pieces."""
+    text = "x" * (4 << 20)
+    tracemalloc.start()
+    try:
+        _, pieces = encode_pieces("k", [text], allow_pickle=False)
+        assert tracemalloc.get_traced_memory()[1] < len(text) // 16
+    finally:
+        tracemalloc.stop()
+    before = sys.getrefcount(text)
+    assert isinstance(pieces, Pieces)
+    assert _bytes_of(pieces).endswith(text.encode())
+    del pieces
+    gc.collect()
+    assert sys.getrefcount(text) == before - 1
 
 
 def test_nor_are_those_of_arrays():

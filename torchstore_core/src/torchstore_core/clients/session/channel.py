@@ -176,7 +176,7 @@ class Channel:
                     direct = None
                 reply = direct
                 if reply is None:
-                    reply = await self._wait(request_id, timeout, message, sent=True)
+                    reply = await self._wait(message, timeout, sent=True)
             finally:
                 self._direct = None
         else:
@@ -185,19 +185,54 @@ class Channel:
                 if self._direct_calls_left < 0
                 else _DIRECT_IN_A_ROW
             )
-            reply = await self._wait(request_id, timeout, message)
-        if type(reply) is expect:
-            return reply
-        if isinstance(reply, m.Failure):
-            raise from_wire(reply.code, reply.message, reply.key, reply.details)
-        if isinstance(reply, expect):
-            return reply
-        raise ProtocolError(f"expected {expect.__name__}, the server sent {type(reply).__name__}")
+            reply = await self._wait(message, timeout)
+        return reply if type(reply) is expect else _expected(reply, expect)
+
+    def begin(self, message: m.Message, timeout: float | None) -> asyncio.Future[m.Message]:
+        """Send a request now, and return the future of its reply, for :meth:`finish`."""
+        reply = self._expect(message, timeout)
+        try:
+            self.send(message)
+        except TorchStoreError as error:
+            reply.set_exception(error)
+        return reply
+
+    async def finish(
+        self, message: m.Message, reply: asyncio.Future[m.Message], expect: type[R]
+    ) -> R:
+        """Return the reply to a request that has begun; raises what :meth:`call` does."""
+        try:
+            return _expected(await reply, expect)
+        finally:
+            self.forget(message)
+
+    def forget(self, message: m.Message) -> None:
+        """Nobody waits any more for the reply to a request that has begun, or will do so."""
+        request_id: int = message.id  # type: ignore[attr-defined]
+        future, *_ = self._pending.pop(request_id, (None,))
+        if future is not None and future.done() and not future.cancelled():
+            future.exception()  # retrieve it, or asyncio logs that nobody did
+        if self._delays:
+            self._delays.pop(request_id, None)
+        if request_id in self._pages:
+            del self._pages[request_id]
+            self.cancel(request_id)
 
     async def _wait(
-        self, request_id: int, timeout: float | None, message: m.Message, *, sent: bool = False
+        self, message: m.Message, timeout: float | None, *, sent: bool = False
     ) -> m.Message:
         """Send ``message``, unless it is ``sent``, and wait on the event loop for the reply."""
+        future = self._expect(message, timeout)
+        try:
+            if not sent:
+                self.send(message)
+            return await future
+        finally:
+            self.forget(message)
+
+    def _expect(self, message: m.Message, timeout: float | None) -> asyncio.Future[m.Message]:
+        """The reply to a request, from now on."""
+        request_id: int = message.id  # type: ignore[attr-defined]
         loop = self.loop
         future: asyncio.Future[m.Message] = loop.create_future()
         deadline = None
@@ -206,21 +241,7 @@ class Channel:
             if self._timer is None or deadline < self._timer_at:
                 self._arm(deadline)
         self._pending[request_id] = (future, deadline, message)
-        try:
-            if not sent:
-                self.send(message)
-            return await future
-        except BaseException:
-            if future.done() and not future.cancelled():
-                future.exception()  # retrieve it, or asyncio logs that nobody did
-            raise
-        finally:
-            self._pending.pop(request_id, None)
-            if self._delays:
-                self._delays.pop(request_id, None)
-            if request_id in self._pages:
-                del self._pages[request_id]
-                self.cancel(request_id)
+        return future
 
     async def wait_cancelled(self, done: asyncio.Future[m.Message], timeout: float | None) -> bool:
         """Wait at most ``timeout`` seconds until ``done`` is cancelled, and return whether it was.
@@ -553,6 +574,14 @@ class Channel:
                 soonest = deadline
         if soonest is not None:
             self._arm(soonest)
+
+
+def _expected(reply: m.Message, expect: type[R]) -> R:
+    if isinstance(reply, m.Failure):
+        raise from_wire(reply.code, reply.message, reply.key, reply.details)
+    if isinstance(reply, expect):
+        return reply
+    raise ProtocolError(f"expected {expect.__name__}, the server sent {type(reply).__name__}")
 
 
 def _expire(channel: weakref.ref[Channel]) -> None:

@@ -59,8 +59,8 @@ class PendingPut:
     """A put of a state dict that is still committing, but whose values may be changed again.
 
     Awaiting it, on any event loop, returns the ``ObjectRef``, or raises the error of the commit. If
-    it is never awaited, it still commits, provided that the event loop on which it was put lives
-    long enough; an error is logged.
+    it is never awaited, it still commits, also when the event loop or the process ends first; an
+    error is logged, if there is anybody left to hear of it.
     """
 
     def __init__(self, key: str, putting: Putting | None) -> None:
@@ -71,6 +71,7 @@ class PendingPut:
         self._clock: Clock | None = None
         if putting is not None:
             self._clock = putting.clock
+            putting.begin_commit()
             self._task = asyncio.create_task(self._commit(putting))
             # Not inside the task: a task that is cancelled before it starts would undo nothing.
             self._task.add_done_callback(putting.__exit__)
@@ -129,12 +130,13 @@ class PendingPut:
 
     def _cancelled(self) -> StoreClosedError:
         return StoreClosedError(
-            f"the event loop on which {self.key!r} was put ended before its commit",
+            f"the event loop on which {self.key!r} was put ended before the server had said "
+            "whether it has committed",
             key=self.key,
         )
 
     async def _commit(self, putting: Putting) -> ObjectRef:
-        (ref,) = putting.refs([self.key], await putting.commit())
+        (ref,) = putting.refs([self.key], await putting.end_commit())
         putting.clock.put((self.key,), ref.version)
         return ref
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import weakref
 from collections.abc import Sequence
 from typing import TypeVar
@@ -165,6 +166,7 @@ class Putting:
         self._txn = session.begin()
         self._grants: list[m.Grant | None] = []
         self._done = False
+        self._begun: tuple[m.Commit, asyncio.Future[m.Message]] | None = None
         self._batches: Sequence[Batch] = ()  # that are being written
 
     def __enter__(self) -> Putting:
@@ -220,6 +222,20 @@ class Putting:
         commit = m.Commit(self._channel.next_id(), self._txn)
         quick = self._entries <= QUICK_ENTRIES
         done = await self._channel.call(commit, m.Committed, self.clock.left(), quick=quick)
+        return self._committed(done)
+
+    def begin_commit(self) -> None:
+        """Have the server commit, also if this event loop ends now, or this process."""
+        commit = m.Commit(self._channel.next_id(), self._txn)
+        self._begun = commit, self._channel.begin(commit, self.clock.left())
+
+    async def end_commit(self) -> m.Committed:
+        """The same as :meth:`commit`, if that has begun."""
+        if self._begun is None:
+            return await self.commit()
+        return self._committed(await self._channel.finish(*self._begun, m.Committed))
+
+    def _committed(self, done: m.Committed) -> m.Committed:
         self._done = True
         self.clock.phase("commit")
         return done
@@ -233,7 +249,10 @@ class Putting:
         weakref.finalize(owner, self._session.abort_if_unfinished, self._txn).atexit = False
 
     def __exit__(self, *_: object) -> None:
+        begun, self._begun = self._begun, None  # the future keeps its event loop
         if not self._done:
+            if begun is not None:
+                self._channel.forget(begun[0])
             # The server ignores unknown ids, so this is right whether or not it has begun the put.
             unsettled = [
                 (batch.volume, batch.unsettled) for batch in self._batches if batch.unsettled

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from torchstore_core.clients.values.pieces import LARGE, Buffer, Pieces
+from torchstore_core.clients.values.pieces import LARGE, Buffer, Pieces, utf8_of
 from torchstore_core.errors import OutOfMemoryError, UnsafeObjectError, UnsupportedValueError
 from torchstore_core.values import ObjectMeta
 
@@ -215,7 +215,7 @@ def _to_wire(value: Any, seen: set[int], known: _Known, depth: int) -> Any:
         if len(value) > _SMALL:
             _record_large(known, value)
             if len(value) >= LARGE:
-                data = value.encode()
+                data = utf8_of(value)
                 return known.apart(b"\xdb" + _length(len(data)), data)
         return value
     if kind is int:

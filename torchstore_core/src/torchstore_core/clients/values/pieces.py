@@ -66,6 +66,24 @@ class Pieces:
             view.release()
 
 
+def utf8_of(text: str) -> Buffer:
+    """The bytes of a text in UTF-8: its own memory if it is ASCII, which must not be written to.
+
+    Raises:
+        UnicodeEncodeError: it has surrogates.
+    """
+    if not text.isascii():
+        return text.encode()
+    memory = (ctypes.c_ubyte * len(text)).from_address(_as_utf8(text, None))
+    memory.of = text  # type: ignore[attr-defined]  # keeps it alive
+    return memoryview(memory).cast("B")
+
+
+_as_utf8 = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)(
+    ("PyUnicode_AsUTF8AndSize", ctypes.pythonapi)
+)
+
+
 def address_of(buffer: bytes | memoryview) -> int:
     """The address of the first byte of a bytes object, or of a writable buffer with some bytes."""
     if isinstance(buffer, bytes):

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 # Requests that are handled although their sender has gone: they concern others, or free memory.
 _LAST_WORDS = frozenset((m.Abort, m.Release, m.Unhold, m.Lend, m.LendAll, m.Claim, m.Adopt))
-_LAST_WORDS |= {m.ClientDied, m.RelayLost}
+_LAST_WORDS |= {m.TakeBack, m.ClientDied, m.RelayLost}
 # How many Waits one conversation may have open; a client has one per awaiting task.
 _MAX_WAITERS = 100_000
 
