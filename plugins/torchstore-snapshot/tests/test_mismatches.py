@@ -252,3 +252,13 @@ def test_reading_into_an_array(folder: Path) -> None:
     with pytest.raises(ts.LayoutMismatchError, match="no tensor in the snapshot"):
         snapshot.read_object("m/n", array)
     assert snapshot.read_object("m/n", 0) == 1
+
+
+def test_names_that_differ_by_a_wrapper_are_said_to(tmp_path: Path) -> None:
+    """As those of a module and of the same one in ``DistributedDataParallel`` do."""
+    plain = torch.nn.Linear(3, 2)
+    wrapped = torch.nn.ModuleDict({"module": torch.nn.Linear(3, 2)})
+    for stored, own in (plain, wrapped), (wrapped, plain):
+        Snapshot.take(tmp_path / "s", {"m": stored}, fsync=False, overwrite=True)
+        with pytest.raises(ts.LayoutMismatchError, match="names differ only by 'module', which"):
+            Snapshot(tmp_path / "s").restore({"m": own})

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.processes import Program
+from tests.processes import Program, run_script
 from tests.reliability import children
 from tests.reliability.harness import (
     MB,
@@ -262,3 +262,52 @@ async def test_a_killed_parents_unfinished_put_goes_though_its_child_lives_on(tm
             return not (await ts.status()).volumes[0].leased_bytes
 
         await until(given_back)
+
+
+async def test_a_forked_child_needs_no_threads_of_torch():
+    """Those that its parent has used are not in the child, which would wait for them for ever: in a
+    copy of more than 32,768 elements that torch makes, such as into columns or another dtype.
+    """
+    printed = await run_script(
+        """
+    import multiprocessing
+    torch.set_num_threads(4)
+    torch.ones(1 << 20).add_(1)  # in four threads
+
+    def empty(dtype, *shape):
+        size = dtype.itemsize
+        for extent in shape:
+            size *= extent
+        return torch.frombuffer(bytearray(size), dtype=dtype).view(shape)
+
+    async def work(client):
+        for rows in (250, 1000):  # in a message, and in shared memory
+            for dtype in (torch.uint8, torch.float32):
+                turned = empty(dtype, 240, rows).t()
+                await client.get(f"{rows} {dtype}", turned)
+                assert (turned[::25, 7] == 7).all()
+                await client.put("turned", turned)
+            part = ts.TensorSlice((0, 1), (rows, 239), (rows, 240))
+            assert (await client.get(f"{rows} torch.uint8", tensor_slice_spec=part))[5, 5] == 7
+            for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+                state_dict = {"w": empty(torch.float32, 240, rows).t()}
+                await client.put_state_dict(state_dict, "cast", transfer_dtype=dtype)
+            cast = empty(torch.bfloat16, rows, 240)
+            await client.get_state_dict(f"all {rows}", {"w": cast}, cast=True)
+            assert cast[5, 5] == 7
+        print("done")
+
+    client = await ts.initialize(capacity=64 << 20, prefault=0)
+    for rows in (250, 1000):
+        for dtype in (torch.uint8, torch.float32):
+            await ts.put(f"{rows} {dtype}", torch.full((rows, 240), 7, dtype=dtype))
+        await ts.put_state_dict({"w": torch.full((rows, 240), 7.0)}, f"all {rows}")
+    child = multiprocessing.get_context("fork").Process(target=lambda: asyncio.run(work(client)))
+    child.start()
+    await asyncio.to_thread(child.join, 60)
+    child.kill()
+    await ts.shutdown()
+    """,
+        timeout=100,
+    )
+    assert printed == "done\n"

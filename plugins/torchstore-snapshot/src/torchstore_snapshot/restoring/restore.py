@@ -15,6 +15,7 @@ from torchstore_core.clients.calls.arguments import check_bools
 from torchstore_core.clients.state_dicts.getting import StateDictReport
 from torchstore_core.clients.values import nesting
 from torchstore_core.clients.values.codec import PICKLE, decode_object
+from torchstore_core.clients.values.differences import mismatch_error
 from torchstore_core.clients.values.sharding import is_sharded
 from torchstore_core.clients.values.tensors import slice_box
 from torchstore_core.errors import ConfigurationError, LayoutMismatchError
@@ -141,21 +142,14 @@ def _plan(
         report.mismatched |= filled.report.mismatched
         planned.filled.append((key, stateful, filled))
     if report and strict:
-        why = ""
+        hint = ""
         if new_rank and report.missing and any(manifest.own):
-            why = (
-                f" The snapshot was taken by {manifest.world_size} ranks, and this is rank "
+            hint = (
+                f"The snapshot was taken by {manifest.world_size} ranks, and this is rank "
                 f"{ranks.rank}: it gets what is sharded or the same on all ranks. Give strict="
-                "False to keep its own values, or name them in replicated= when taking."
+                "False to keep its own values, or name them in replicated= when taking"
             )
-        raise LayoutMismatchError(
-            f"the snapshot {storage.url!r} does not match; nothing was written. {report}{why}",
-            details={
-                "missing": report.missing,
-                "unexpected": report.unexpected,
-                "mismatched": report.mismatched,
-            },
-        )
+        raise mismatch_error(f"the snapshot {storage.url!r}", report, hint=hint)
     return planned
 
 

@@ -39,8 +39,6 @@ from torchstore_core.wire import messages as m
 __all__ = ["FetchResult", "Filling", "StateDictReport", "fetch", "plan_get"]
 
 log = logging.getLogger(__name__)
-#: What wrappers of modules add to the names of their entries, as parts between dots.
-_WRAPPERS = frozenset(("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
 
 
 class Wanted(NamedTuple):
@@ -361,17 +359,10 @@ def _matching(
 
 
 def _hint(wanted: Wanted, report: StateDictReport) -> str:
-    """What to do if the names differ only by those of wrappers, or if a container to fill has no
-    entries yet, as in a new optimizer; empty otherwise.
+    """What to do if a container to fill has no entries yet, as in a new optimizer; empty if there
+    is no such container.
     """
     missing = set(report.missing)
-    if missing and {_bare(name) for name in missing} <= set(map(_bare, report.unexpected)):
-        parts = {part for name in missing.union(report.unexpected) for part in name.split(".")}
-        return (
-            f"The names differ only by {' and '.join(map(repr, sorted(parts & _WRAPPERS)))}, which "
-            "a wrapper adds (torch.compile, DistributedDataParallel, FSDP1, checkpoint_wrapper): "
-            "take the state dict of the module in it, on both sides"
-        )
     for leaf in wanted.leaves:
         if leaf.name in missing and (leaf.value is None or nesting.is_empty(leaf.value)):
             inside = [name for name in report.unexpected if name.startswith(f"{leaf.name}.")]
@@ -384,11 +375,6 @@ def _hint(wanted: Wanted, report: StateDictReport) -> str:
                     "does"
                 )
     return ""
-
-
-def _bare(name: str) -> str:
-    """A name without what wrappers of modules have added to it."""
-    return ".".join([part for part in name.split(".") if part not in _WRAPPERS])
 
 
 def _check_kind(leaf: Leaf, ask: ValueRequest, entry: m.Entry) -> None:

@@ -23,6 +23,7 @@ from torchstore_core.clients.values.tensors import (
     describe,
     dtype_name,
     storable,
+    strided_copy,
 )
 from torchstore_core.errors import UnsupportedValueError
 from torchstore_core.machine.copying import Run
@@ -177,10 +178,10 @@ def inline_bytes(source: Source) -> bytes:
         return ctypes.string_at(address, source.nbytes)
     if not tensor.is_cpu:
         tensor = tensor.cpu()
-    if source.cast is not None:
-        tensor = tensor.to(source.cast)
-    if not tensor.is_contiguous():
-        tensor = byte_like(tensor).contiguous()
+    if source.cast is not None or not tensor.is_contiguous():
+        given = tensor if source.cast is not None else byte_like(tensor)
+        tensor = torch.empty(given.shape, dtype=source.cast or given.dtype, device="cpu")
+        strided_copy(tensor, given, stream=False)()
     return ctypes.string_at(tensor.data_ptr(), source.nbytes)
 
 

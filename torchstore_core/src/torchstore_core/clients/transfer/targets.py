@@ -405,7 +405,9 @@ class Results:
                 source = narrow(source, piece.box)
             if piece.into is None and tensor is None and at not in self.values:
                 if piece.box is not None:
-                    source = byte_like(source).clone().view(target.dtype)
+                    part = new_tensor(tuple(source.shape), target.dtype)
+                    strided_copy(byte_like(part), byte_like(source), stream=False)()
+                    source = part
                 self.values[at] = source
             elif source.numel():
                 result = self.tensor(target)

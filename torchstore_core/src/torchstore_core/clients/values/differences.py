@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from torchstore_core.errors import LayoutMismatchError
 from torchstore_core.values import ObjectRef
+
+#: What wrappers of modules add to the names of their entries.
+_WRAPPERS = re.compile(
+    r"(?<![^./])(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
 
 
 @dataclass
@@ -44,8 +50,9 @@ def mismatch_error(
     what: str, report: StateDictReport, key: str | None = None, *, hint: str = ""
 ) -> LayoutMismatchError:
     """Return an error that lists everything that is wrong with a destination of ``what``, and says
-    what to do, if there is a ``hint``.
+    what to do, if there is a ``hint`` or names differ only by those of wrappers.
     """
+    hint = hint or _wrapped(report)
     return LayoutMismatchError(
         f"{what} does not match; nothing was written. {report}" + (hint and f". {hint}"),
         key=key,
@@ -54,4 +61,19 @@ def mismatch_error(
             "unexpected": report.unexpected,
             "mismatched": report.mismatched,
         },
+    )
+
+
+def _wrapped(report: StateDictReport) -> str:
+    """What to do if the names that are missing are there with, or without, those of wrappers; empty
+    if they are not.
+    """
+    missing = {_WRAPPERS.sub("", name) for name in report.missing}
+    if not missing or not missing.issubset([_WRAPPERS.sub("", n) for n in report.unexpected]):
+        return ""
+    added = {part for n in report.missing + report.unexpected for part in _WRAPPERS.findall(n)}
+    return (
+        f"The names differ only by {' and '.join(map(repr, sorted(added)))}, which a wrapper adds "
+        "(torch.compile, DistributedDataParallel, FSDP1, checkpoint_wrapper): take the state dict "
+        "of the module in it, on both sides"
     )

@@ -48,6 +48,8 @@ _INT_END = 1 << 63
 _TOO_MANY_BYTES = 1 << 57
 # No memory of a process lies below this (torch's zero tensors have neither storage nor address).
 LOWEST_ADDRESS = 4096
+# torch copies so many elements in the calling thread, whatever they are (its GRAIN_SIZE).
+_ALONE = 32_768
 # torch.frombuffer certainly accepts these directly; other dtypes go through an integer view.
 _BUFFER_DTYPES = frozenset(
     (
@@ -444,6 +446,20 @@ def rows_of(a: torch.Tensor, b: torch.Tensor) -> list[copying.Grid] | None:
     )
 
 
+def _copy_here(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Let torch copy ``b`` into ``a``, which has the same shape, ``_ALONE`` elements at a time: it
+    does that in the calling thread. For more it wakes threads of its own, which takes milliseconds
+    where processors are busy, and for ever in a forked child whose parent has used them.
+    """
+    if a.numel() <= _ALONE:
+        a.copy_(b)
+        return
+    dim = max(range(a.dim()), key=lambda d: a.shape[d])
+    rows = max(1, _ALONE * a.shape[dim] // a.numel())
+    for to, of in zip(a.split(rows, dim), b.split(rows, dim), strict=True):
+        _copy_here(to, of)
+
+
 def strided_copy(a: torch.Tensor, b: torch.Tensor, *, stream: bool) -> Callable[[], None]:
     """A task that copies ``b`` into ``a``, which has the same shape; bit for bit if the dtypes are
     the same. The caller must have checked both with :func:`address_of` immediately before.
@@ -452,7 +468,10 @@ def strided_copy(a: torch.Tensor, b: torch.Tensor, *, stream: bool) -> Callable[
 
     def by_torch() -> None:
         with torch.inference_mode():  # the only place where inference tensors may be written to
-            a.copy_(b)
+            if a.is_cpu and b.is_cpu and min(a.nbytes, b.nbytes) <= copying.DIRECT_MAX:
+                _copy_here(a, b)
+            else:  # on a copy thread, which takes large pieces
+                a.copy_(b)
 
     def by_rows() -> None:
         copying.copy_grids(rows or (), stream=stream)
