@@ -272,6 +272,18 @@ async def test_what_matches_is_filled_and_the_rest_reported(shared, caplog, rows
     assert mine["more"] == {"x": 5}
 
 
+async def test_a_warning_names_some_and_a_report_all(shared, caplog):
+    """Readers of a few entries of a large model would log all of its names at each call."""
+    await ts.put_state_dict({f"layer.{at}": at for at in range(300)}, "k")
+    report = ts.StateDictReport()
+    with caplog.at_level(logging.WARNING, logger="torchstore_core"):
+        await ts.get_state_dict("k", {"layer.7": 0}, strict=False, report=report)
+    (record,) = caplog.records
+    assert "299 unexpected: 'layer.0', " in record.getMessage()
+    assert record.getMessage().endswith(" and 279 more")
+    assert str(report).count("'layer.") == 299
+
+
 async def test_a_report_of_what_matches_is_empty(shared, caplog):
     await ts.put_state_dict({"w": torch.ones(2)}, "k")
     report = ts.StateDictReport(["old"], ["old"], {"old": "old"})

@@ -144,7 +144,7 @@ async def test_nothing_is_hinted_about_other_containers(shared):
     for wrong in ({"other": {}}, {"state": 3}, {"stat": None}):
         with pytest.raises(ts.LayoutMismatchError) as caught:
             await ts.get_state_dict("k", wrong)
-        assert "no memory to fill" not in str(caught.value)
+        assert "has no memory" not in str(caught.value)
 
 
 async def test_names_that_differ_by_a_wrapper_are_said_to(shared):

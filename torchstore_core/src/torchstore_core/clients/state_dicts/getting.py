@@ -23,7 +23,7 @@ from torchstore_core.clients.transfer.targets import (
     resolve,
 )
 from torchstore_core.clients.values import nesting
-from torchstore_core.clients.values.differences import StateDictReport, mismatch_error
+from torchstore_core.clients.values.differences import StateDictReport, in_words, mismatch_error
 from torchstore_core.clients.values.nesting import Leaf
 from torchstore_core.clients.values.sharding import (
     is_sharded,
@@ -39,6 +39,8 @@ from torchstore_core.wire import messages as m
 __all__ = ["FetchResult", "Filling", "StateDictReport", "fetch", "plan_get"]
 
 log = logging.getLogger(__name__)
+#: How many names of each kind of difference a warning has; ``report=`` has all.
+_MOST_LOGGED = 20
 
 
 class Wanted(NamedTuple):
@@ -205,7 +207,7 @@ async def _fetch(
             raise mismatch_error(what, found, key, hint=_hint(wanted, found))
         check_apart(targets, whole)
         if found:
-            log.warning("%r version %d: %s", key, reply.version, found)
+            log.warning("%r version %d: %s", key, reply.version, in_words(found, _MOST_LOGGED))
     values = await leasing.read(targets, how.allow_pickle, whole)
     made = _rebuilt(key, reply, values) if wanted is None else _filled(wanted, targets, values)
     return FetchResult(made, len(targets) + len(whole), reply.version)

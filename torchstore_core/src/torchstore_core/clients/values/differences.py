@@ -36,14 +36,22 @@ class StateDictReport:
         return bool(self.missing or self.unexpected or self.mismatched)
 
     def __str__(self) -> str:
-        parts: list[str] = []
-        for what, names in (("missing", self.missing), ("unexpected", self.unexpected)):
-            if names:
-                parts.append(f"{len(names)} {what}: {', '.join(map(repr, names))}")
-        if self.mismatched:
-            why = "; ".join(self.mismatched.values())
-            parts.append(f"{len(self.mismatched)} mismatched: {why}")
-        return "; ".join(parts) or "everything matched"
+        return in_words(self)
+
+
+def in_words(report: StateDictReport, most: int | None = None) -> str:
+    """Return the differences, with at most so many names of each kind; None: with all."""
+    names = (("missing", report.missing), ("unexpected", report.unexpected))
+    parts = [(what, ", ", [*map(repr, found[:most])], len(found)) for what, found in names]
+    why = [*report.mismatched.values()]
+    parts.append(("mismatched", "; ", why[:most], len(why)))
+    said = [
+        f"{count} {what}: {between.join(shown)}"
+        + (f" and {count - len(shown)} more" if count > len(shown) else "")
+        for what, between, shown, count in parts
+        if count
+    ]
+    return "; ".join(said) or "everything matched"
 
 
 def mismatch_error(
