@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import threading
@@ -10,13 +11,6 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
-
-from moto.moto_server.werkzeug_app import (
-    DomainDispatcherApplication,
-    MotoRequestHandler,
-    create_backend_app,
-)
-from werkzeug.serving import make_server
 
 from torchstore_snapshot.storage.remote import RemoteStorage
 
@@ -38,6 +32,14 @@ class ObjectStore:
     """
 
     def __init__(self) -> None:
+        # They take half a second of a processor, which those who only collect these tests save.
+        from moto.moto_server.werkzeug_app import (
+            DomainDispatcherApplication,
+            MotoRequestHandler,
+            create_backend_app,
+        )
+        from werkzeug.serving import make_server
+
         self.sent = 0
         self.received = 0
         self.requests: list[str] = []
@@ -60,6 +62,7 @@ class ObjectStore:
 
     def reset(self) -> None:
         """Count from 0 again, and serve everything."""
+        self.refuse = False
         self.sent = self.received = self.parallel = 0
         self.requests.clear()
         self.ranges.clear()
@@ -73,11 +76,6 @@ class ObjectStore:
         """
         if "partNumber" in environ.get("QUERY_STRING", "") or "HTTP_RANGE" in environ:
             self._met.wait(20)
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
 
     def _serve(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterator[bytes]:
         with self._lock:
@@ -125,10 +123,14 @@ class ObjectStore:
                 self._active -= 1
 
 
+# One for the process: a client of another address takes a fifth of a second of a processor.
+_shared = functools.cache(ObjectStore)
+
+
 @contextlib.contextmanager
 def object_store() -> Iterator[ObjectStore]:
     """A server with an empty bucket, which the environment names to all S3 clients."""
-    server = ObjectStore()
+    server = _shared()
     names = {
         "AWS_ENDPOINT_URL": server.url,
         "AWS_ACCESS_KEY_ID": "testing",
@@ -137,13 +139,11 @@ def object_store() -> Iterator[ObjectStore]:
         "AWS_CONFIG_FILE": os.devnull,
         "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
     }
-    try:
-        with mock.patch.dict(os.environ, names):
-            reset = urllib.request.Request(f"{server.url}/moto-api/reset", method="POST")
-            urllib.request.urlopen(reset).close()  # servers of one process share their objects
-            storage = RemoteStorage.at(f"s3://{BUCKET}/x")
-            storage._fs.call_s3("create_bucket", Bucket=BUCKET)
-            server.reset()
-            yield server
-    finally:
-        server.close()
+    with mock.patch.dict(os.environ, names):
+        server.reset()
+        reset = urllib.request.Request(f"{server.url}/moto-api/reset", method="POST")
+        urllib.request.urlopen(reset).close()
+        storage = RemoteStorage.at(f"s3://{BUCKET}/x")
+        storage._fs.call_s3("create_bucket", Bucket=BUCKET)
+        server.reset()
+        yield server
