@@ -32,3 +32,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    # All is closed. To take down an interpreter that has imported torch takes a tenth of a second.
+    os._exit(0)
