@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
 import pytest
+from tests.processes import Program, run_program
 from tests.support import SMALL
 
 import torchstore_core as ts
@@ -80,37 +79,31 @@ if __name__ == "__main__":
 async def test_children_of_an_older_fork_server_find_their_parents_stores(tmp_path: Path):
     program = tmp_path / "program.py"
     program.write_text(_PROGRAM.format(small=SMALL))
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, str(program), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    try:
-        out, err = await asyncio.wait_for(process.communicate(), 100)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    lines = out.decode().splitlines()
-    assert lines == ["True", "1 1", "2 of the child 2", "True", "True", "3"], err.decode()
+    _, out, err = await run_program(program, timeout=100)
+    assert out.splitlines() == ["True", "1 1", "2 of the child 2", "True", "True", "3"], err
 
 
-async def test_nobody_finds_the_store_of_a_stranger():
+_OWNER = f"""
+import asyncio, sys
+import torchstore_core as ts
+
+async def main():
+    client = await ts.initialize(**{SMALL!r})
+    print(client.address, flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+
+asyncio.run(main())
+"""
+
+
+async def test_nobody_finds_the_store_of_a_stranger(tmp_path: Path):
     """Of a process that is no ancestor, has got the pid of one, or is one in another container."""
-    owner = f"""
-        client = await ts.initialize(**{SMALL!r})
-        print(client.address, flush=True)
-        await asyncio.to_thread(sys.stdin.read)
-    """
-    source = f"import asyncio, sys\nimport torchstore_core as ts\nasync def main():{owner}\n"
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        f"{source}asyncio.run(main())",
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert process.stdout is not None
+    program = tmp_path / "owner.py"
+    program.write_text(_OWNER)
+    process = Program(program, environment=os.environ)
     try:
-        address = (await asyncio.wait_for(process.stdout.readline(), 60)).decode().strip()
+        line = await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), 60)
+        address = line.decode().strip()
         folder = Path(address.removeprefix("unix:")).parent
         (note,) = folder.glob("published-*")
         said = msgspec.json.decode(note.read_bytes())
@@ -128,5 +121,5 @@ async def test_nobody_finds_the_store_of_a_stranger():
         assert ancestors.find("torchstore") == address
         assert ancestors.find("other") is None
     finally:
-        await process.communicate(b"")  # it ends, and its store
+        await asyncio.to_thread(process.communicate, 60)  # it ends, and its store
     assert not folder.exists()
