@@ -8,7 +8,8 @@ from __future__ import annotations
 import gc
 import weakref
 
-for _finalizer in [*weakref.finalize._registry]:  # type: ignore[attr-defined]
-    _finalizer.atexit = False
+for _finalizer, _info in weakref.finalize._registry.items():  # type: ignore[attr-defined]
+    if _info.func.__module__ == "torch.library":
+        _finalizer.atexit = False
 gc.collect()
 gc.freeze()
