@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 import torch
 from tests.reliability.harness import MB
-from tests.support import halt, running_store
+from tests.support import before_commits, halt, running_store, stop
 
 import torchstore_core as ts
 import torchstore_core.blocking as blocking
@@ -99,11 +98,10 @@ async def test_a_commit_that_goes_on_says_it_too(caplog: pytest.LogCaptureFixtur
     """Of ``put_state_dict(blocking=False)``, whose call is over when its time is."""
     async with running_store() as client:
         pid = (await ts.status()).controller_pid
-        halting = threading.Thread(target=lambda: asyncio.run(halt(pid)))
-        pending = await ts.put_state_dict({"w": torch.zeros(MB)}, "d", blocking=False, timeout=1)
-        halting.start()
-        halting.join()  # this loop stands still: the commit has not begun
+        value = {"w": torch.zeros(MB)}
         try:
+            with before_commits(lambda: stop(pid)):
+                pending = await ts.put_state_dict(value, "d", blocking=False, timeout=1)
             with pytest.raises(ts.StoreTimeoutError) as caught:
                 await pending
         finally:
