@@ -44,7 +44,7 @@ from tests.reliability.publishing.publishers import (
     published,
 )
 from tests.reliability.publishing.ranks import run_of
-from tests.support import halt, running_store, turn, until
+from tests.support import before_commits, running_store, stop, turn, until
 
 import torchstore_core as ts
 
@@ -259,8 +259,8 @@ async def test_every_call_under_way_fails_at_once_when_the_server_is_killed():
         await publish_all("state dict", 1)
         held = await ts.get_state_dict(KEY)
         server = (await ts.status()).controller_pid
-        begun = await ts.put_state_dict({"w": torch.ones(MB)}, "other", blocking=False)
-        await halt(server)  # before the commit: nothing is answered any more
+        with before_commits(lambda: stop(server)):  # nothing is answered any more
+            begun = await ts.put_state_dict({"w": torch.ones(MB)}, "other", blocking=False)
         tasks = {name: asyncio.ensure_future(call()) for name, call in calls().items()}
         tasks["commit"] = asyncio.ensure_future(begun._result())
         done, _ = await asyncio.wait(tasks.values(), timeout=0.1)
