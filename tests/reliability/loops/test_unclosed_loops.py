@@ -280,7 +280,7 @@ async def _awaited(handle: Any) -> object:
 
 
 def test_a_commit_is_awaited_on_the_loop_of_another_thread():
-    """Which asks before the commit is answered: the loop on which it was put stands still till then."""
+    """Which asks before the commit is answered: the loop of the put stands still till then."""
     asking = threading.Event()
     refs: list[object] = []
 
