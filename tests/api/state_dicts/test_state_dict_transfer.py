@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 from typing import Any
 
@@ -297,10 +298,19 @@ async def test_what_is_wrong_with_the_values_is_raised_at_once(shared):
     assert (await ts.status()).volumes[0].unfinished_bytes == 0
 
 
-async def test_a_commit_that_fails_raises_when_awaited_and_is_logged(caplog):
+@pytest.mark.parametrize("lost", ["while it is sent", "before"])
+async def test_a_commit_that_fails_raises_when_awaited_and_is_logged(caplog, lost):
     async with running_store(store_name="killed", keeper=False) as client:
         pid = (await client.status()).controller_pid
-        with before_commits(lambda: os.kill(pid, signal.SIGKILL)):
+
+        def kill() -> None:
+            ended = os.pidfd_open(pid)
+            os.kill(pid, signal.SIGKILL)
+            if lost == "before":
+                select.select([ended], [], [], 20)
+            os.close(ended)
+
+        with before_commits(kill):
             pending = await client.put_state_dict({"w": torch.ones(300_000)}, "k", blocking=False)
         with pytest.raises(ts.StoreClosedError):
             await pending

@@ -194,7 +194,8 @@ class Channel:
         try:
             self.send(message)
         except TorchStoreError as error:
-            reply.set_exception(error)
+            if not reply.done():  # the loss of the connection has ended all calls
+                reply.set_exception(error)
         return reply
 
     async def finish(
