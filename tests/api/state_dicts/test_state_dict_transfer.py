@@ -6,6 +6,7 @@ import asyncio
 import os
 import select
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -319,6 +320,20 @@ async def test_a_commit_that_fails_raises_when_awaited_and_is_logged(caplog, los
     assert pending.done()
     (record,) = [r for r in caplog.records if "blocking=False failed" in r.getMessage()]
     assert record.levelname == "WARNING"
+
+
+async def test_a_commit_for_which_no_time_is_left_leaves_nothing_behind(shared):
+    with (
+        before_commits(lambda: time.sleep(1)),  # which is all that there is
+        pytest.raises(ts.StoreTimeoutError),
+    ):
+        await ts.put_state_dict({"w": torch.ones(300_000)}, "late", blocking=False, timeout=1)
+
+    async def given_back() -> bool:
+        return (await ts.status()).volumes[0].unfinished_bytes == 0
+
+    await until(given_back)
+    assert not await ts.exists("late")
 
 
 def test_a_loop_may_end_before_the_commit_is_answered(module_store):

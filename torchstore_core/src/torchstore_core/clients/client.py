@@ -537,10 +537,10 @@ class Client(VolumeOperations):
             try:
                 await putting.begin()
                 await putting.write()
+                return PendingPut(key, putting)
             except BaseException:
                 putting.__exit__()
                 raise
-            return PendingPut(key, putting)
 
     async def _plan(
         self,
