@@ -122,9 +122,11 @@ def _meets(value: float, target: float | None, at_most: bool) -> bool | None:
 
 
 def fastest(rounds: Sequence[Mapping[str, float]], kinds: Sequence[str]) -> str:
-    """The kind of floor with the shortest median time over all rounds."""
+    """The kind of floor with the highest median rate over all rounds, which is what is shown: of an
+    even number of rounds, it may not be the one with the shortest median time.
+    """
     there = [kind for kind in kinds if kind in rounds[0]]
-    return min(there, key=lambda kind: statistics.median(r[kind] for r in rounds))
+    return max(there, key=lambda kind: statistics.median(1 / r[kind] for r in rounds))
 
 
 def _number(value: float, unit: str) -> str:
