@@ -166,7 +166,12 @@ class Job:
     async def _call(
         self, worker: int | None, function: Function, args: tuple[Any, ...], timeout: float
     ) -> Any:
-        await asyncio.wait_for(asyncio.wrap_future(self._ready), _START_S)
+        started = asyncio.shield(asyncio.wrap_future(self._ready))  # others wait for it, too
+        try:
+            await asyncio.wait_for(started, _START_S)
+        except TimeoutError as error:
+            said = self.output()[-5000:]
+            raise TimeoutError(f"no job after {_START_S} s; it has said:\n{said}") from error
         made: concurrent.futures.Future[Any] = concurrent.futures.Future()
         with self._lock:
             ident = next(self._ids)
