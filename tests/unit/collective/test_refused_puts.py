@@ -57,6 +57,21 @@ def test_a_participant_may_not_be_of_another_shape_or_dtype(store: Controller) -
     assert newest(store) == 1
 
 
+def test_what_waits_for_one_that_is_refused_again_waits_no_longer(store: Controller) -> None:
+    """A put of a participant that comes again takes the place of the one before, also if it is
+    refused: then nobody who lives is left to finish the version.
+    """
+    assert Rank(store, "0", 1).put(tensor("w"), obj("o")) == 1
+    gone, again = Rank(store, "0", 3), Rank(store, "1", 3)
+    assert gone.put(tensor("w"), version=2) == again.put(obj("o"), version=2) == 2
+    assert Rank(store, "0", 1).put(obj("o", b"2"), version=3, partial=True) == 3
+    gone.die()
+    assert newest(store) == 1  # the other one may come
+    with pytest.raises(LayoutMismatchError):
+        again.put(tensor("w", 100), version=2)
+    assert newest(store) == 3
+
+
 GROUP = m.Publication("k", "0", 2)
 W = TensorMeta("uint8", (4, 6))
 

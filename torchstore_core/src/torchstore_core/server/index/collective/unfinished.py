@@ -204,7 +204,7 @@ class UnfinishedVersions:
         """Drop the generations and contributions that must make way for a put. Returns the values
         that nothing holds any more.
         """
-        if target.left_over or target.behind:
+        if target.left_over or target.behind or target.replaced:
             self._catalog.keys_to_settle.add(target.key)
         history = self._catalog.histories.get(target.key)
         if history is None:
