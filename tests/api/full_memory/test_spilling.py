@@ -64,6 +64,28 @@ async def _all_is_free() -> bool:
     return status.spill.disk_bytes == 0 and status.volumes[0].used_bytes == 0
 
 
+async def test_small_values_that_are_read_together_leave_and_come_back(spilling):
+    """They come in messages, move into the segment when many are read at once unless they are on
+    their way to disk, and leave from where they are; some are larger than what is written together.
+    """
+    sizes = [66_000 if at % 2 else 12_345 for at in range(600)]
+    values = {f"k{at}": value(at, nbytes) for at, nbytes in enumerate(sizes)}
+    for key, tensor in values.items():
+        await ts.put(key, tensor, when_full="spillable")
+    names = list(values)
+    for turn in range(3):
+        for start in range(turn, len(names) - 39, 40):
+            wanted = names[start : start + 40]
+            for key, tensor in (await ts.get_batch(wanted)).items():
+                assert torch.equal(tensor, values[key]), key
+            del tensor
+            if start % 3 == turn:
+                await ts.put_batch({key: values[key] for key in wanted[::3]}, when_full="spillable")
+    assert (await ts.status()).spill.spilled
+    await ts.delete_batch(names)
+    await until(_all_is_free)
+
+
 async def test_objects_without_a_key_leave_too(spilling):
     refs = [await ts.put_object(value(at), when_full="spillable") for at in range(12)]
     assert (await ts.status()).spill.spilled >= 8

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from tests.simulation.promises.violations import Violation
 
@@ -19,6 +20,7 @@ LINE = 64
 Range = tuple[int, int, int]
 #: What for, the client, its life, and the number of its put or lease.
 Holder = tuple[str, int, int, int]
+_SERVER: Holder = ("server", -1, 0, 0)
 
 
 class Memory:
@@ -27,6 +29,8 @@ class Memory:
     def __init__(self, capacity: int) -> None:
         self.bytes = bytearray(capacity)
         self.warm = capacity
+        #: Called with the first byte and the end of what the server is about to write.
+        self.about_to_write: Callable[[int, int], None] = lambda start, end: None
 
     def touched(self, end: int) -> None:
         """All of it is warm."""
@@ -37,8 +41,18 @@ class Memory:
     def trim(self, start: int) -> int:
         return 0
 
+    @property
+    def is_here(self) -> bool:
+        return True
+
     def read(self, offset: int, nbytes: int) -> bytes:
         return bytes(self.bytes[offset : offset + nbytes])
+
+    def write(self, offsets: Sequence[int], contents: Sequence[bytes]) -> bool:
+        for offset, content in zip(offsets, contents, strict=True):
+            self.about_to_write(offset, offset + len(content))
+            self.bytes[offset : offset + len(content)] = content
+        return True
 
     def close(self) -> None:
         """Nothing is left of it."""
@@ -54,6 +68,8 @@ class Owners:
 
     def __init__(self, memories: list[Memory]) -> None:
         self._memories = memories
+        for at, memory in enumerate(memories):
+            memory.about_to_write = partial(self._check, _SERVER, at)
         self.readers: dict[Holder, list[Range]] = {}
         self.writers: dict[Holder, list[Range]] = {}
 
@@ -66,6 +82,10 @@ class Owners:
     def write(self, who: Holder, volume: int, start: int, data: bytes) -> None:
         """A client writes to memory that was granted to it."""
         end = start + len(data)
+        self._check(who, volume, start, end)
+        self._memories[volume].bytes[start:end] = data
+
+    def _check(self, who: Holder, volume: int, start: int, end: int) -> None:
         for held, text in ((self.readers, "is being read"), (self.writers, "is being written")):
             for other, ranges in held.items():
                 if other is who:
@@ -77,7 +97,6 @@ class Owners:
                             f"bytes {start} to {end} of volume {volume}, granted to {who}, are "
                             f"written while the range from {first} to {last} {text} by {other}",
                         )
-        self._memories[volume].bytes[start:end] = data
 
     def read(self, volume: int, start: int, nbytes: int) -> bytes:
         return bytes(self._memories[volume].bytes[start : start + nbytes])

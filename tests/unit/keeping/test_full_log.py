@@ -115,6 +115,28 @@ def store() -> Iterator[Store]:
         yield Store(records)
 
 
+def test_inline_values_stay_inline(store: Store) -> None:
+    """If many are read together, they would move into the segment, but that needs a record."""
+    keys = [f"k{at}" for at in range(40)]
+    for key in keys:
+        store.put(key, 1000)
+    with no_longer_files():
+        store.fill_the_log()
+        before = state_of(store.controller)
+        for request in (
+            m.Locate(1, 1, [m.Want(key) for key in keys], 1000),
+            m.LocateKeys(1, 1, [], 1000, [], keys),
+        ):
+            entries, leased = store.controller.locate(store.session, request)
+            assert not leased
+            assert isinstance(entries, list)
+            assert [entry.data for entry in entries] == [bytes(1000)] * 40
+            assert state_of(store.controller) == before
+        store.check()
+    store.controller.locate(store.session, m.LocateKeys(2, 2, [], 1000, [], keys))
+    assert store.controller.catalog.newest["k0"].offset >= 0
+
+
 def test_what_can_be_refused_changes_nothing(store: Store) -> None:
     store.put("there", 100)
     placed = store.begin_put("placed")

@@ -719,11 +719,11 @@ def test_what_is_given_back_too_early_is_not_begun(small: Controller) -> None:
 
 
 def test_what_rides_in_a_reply() -> None:
-    """Inline values always do, in pages if they are many; of others what was asked for, up to half
-    of a frame.
+    """Inline values, in pages if they are many, where they cannot move into the segment (there is
+    more than one volume); of others what was asked for, up to half of a frame.
     """
     half = m.MAX_FRAME // 2
-    with volumes(4 * half) as records:
+    with volumes(4 * half, 4096) as records:
         controller = Controller(records, Strategy(), prefault=False)
         session = controller.open_session(facts(), HERE)
         put(controller, session, 1, inline("k", bytes(m.MAX_INLINE)))

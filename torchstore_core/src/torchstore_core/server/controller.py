@@ -12,6 +12,7 @@ import time
 from bisect import bisect_left
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from operator import add
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -62,6 +63,7 @@ from torchstore_core.server.repairing.drains import Drains
 from torchstore_core.server.repairing.repairs import Repairs, StartsCopier
 from torchstore_core.server.spilling.spilling import Spilling
 from torchstore_core.wire import messages as m
+from torchstore_core.wire.columns import rounded_sum
 
 if TYPE_CHECKING:
     from torchstore_core.server.spilling.moves import Mover
@@ -119,7 +121,7 @@ class Controller:
         self._last_put = time.monotonic()
         self.lost_volumes = LostVolumes(self.volumes)
         self.waiting = Waiting(self.catalog, self.lost_volumes.is_lost)
-        self._leases = Leases(self.volumes, strategy)
+        self._leases = Leases(self.volumes, strategy, self._take_in)
         self.spilling = self._new_spilling(
             self.volumes, self.catalog, self._free, when_full, mover, later
         )
@@ -655,6 +657,45 @@ class Controller:
         return [one is not None and not self.lost_volumes.is_lost(one[0]) for one in found]
 
     # ---- memory ---------------------------------------------------------------------------
+
+    def _take_in(self, values: Sequence[Value]) -> None:
+        """Move those of the values that were put inline from the server's own memory into the
+        segment, because so many are read together that a message should not carry them. All of
+        them are moved, or none: if there is no room, or where only clients write to memory.
+        """
+        volume = self.volumes[0]
+        if len(self.volumes) > 1 or not volume.memory.is_here:
+            return
+        moved = {id(value): value for value in values if value.data}
+        if not self.spilling.can_take_in(moved.values()):
+            return
+        sizes = [value.nbytes for value in moved.values()]
+        nbytes, placed = sum(sizes), rounded_sum(sizes)
+        if not nbytes or volume.used + placed - nbytes > volume.info.capacity_bytes:
+            return
+        if not self._begins_to_take_in():
+            return
+        offsets = volume.allocator.allocate_all(placed, sizes)
+        if offsets is None:
+            return
+        if not self._takes_in(offsets, [value.data or b"" for value in moved.values()]):
+            volume.allocator.free_all(offsets, sizes)
+            return
+        self.spilling.take_in(moved.values())
+        for value, offset in zip(moved.values(), offsets, strict=True):
+            value.data, value.offset = None, offset
+        volume.inline -= nbytes
+        volume.memory.touched(max(map(add, offsets, sizes)))
+
+    def _begins_to_take_in(self) -> bool:
+        """Whether :meth:`_take_in` may go on, now that it is about to change something."""
+        return True
+
+    def _takes_in(self, offsets: Sequence[int], contents: Sequence[bytes]) -> bool:
+        """Write the contents of values to the segment, and settle that they are there; False if
+        they are not.
+        """
+        return self.volumes[0].memory.write(offsets, contents)
 
     def _free(self, values: Iterable[Value]) -> None:
         values = list(values)

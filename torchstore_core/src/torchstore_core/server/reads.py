@@ -7,6 +7,7 @@ index.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 from torchstore_core.errors import LayoutMismatchError
 from torchstore_core.server.index.catalog import Catalog
@@ -16,9 +17,10 @@ from torchstore_core.server.index.records import (
     Manifest,
     SessionRecord,
     Stored,
+    Value,
     values_in,
 )
-from torchstore_core.server.memory.leases import Leases
+from torchstore_core.server.memory.leases import Leases, fit_columns
 from torchstore_core.server.memory.lost_volumes import LostVolumes
 from torchstore_core.server.spilling.spilling import Spilling
 from torchstore_core.wire import messages as m
@@ -102,12 +104,20 @@ class Reads:
         request: m.Locate | m.Fetch,
         found: Iterable[Stored | None],
         version: int = 0,
+        prefix: str = "",
     ) -> m.EntryColumns | None:
-        """Lease what was found, and describe it in columns; None if it must be entries."""
-        if self._lost_volumes.any or self._spilling.active or request.wants:
+        """Lease what was found, and describe it in columns; None if it must be entries. ``prefix``,
+        and what it raises: see ``Spilling.use``.
+        """
+        if self._lost_volumes.any or request.wants:
             return None
+        found = list(found)
+        if not fit_columns(found):
+            return None
+        if self._spilling.active:
+            self._spilling.use(cast("list[Value]", found), prefix)
         return self._leases.columns(
-            session, request.lease, list(found), request.inline_max, version
+            session, request.lease, found, request.inline_max, request.avoid, version
         )
 
     def fetch(self, session: SessionRecord, request: m.Fetch) -> m.Fetched:
@@ -208,7 +218,7 @@ class Reads:
             names, found = list(entries), list(entries.values())
             if manifest.paths or len(set(map(id, found))) < len(found):
                 return None
-        columns = self._columns(session, request, found, version)
+        columns = self._columns(session, request, found, version, f"{request.key}/")
         if columns is None:
             return None
         return m.Fetched(

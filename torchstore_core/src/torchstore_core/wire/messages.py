@@ -255,7 +255,8 @@ class Locate(Message, frozen=True, tag="locate"):
     :class:`Located`.
 
     If the values have at most ``inline_max`` bytes in total, the reply contains them, and there is
-    no lease. ``avoid``: volumes that the client cannot reach, so that copies elsewhere are
+    no lease. Otherwise it says where they are, but may contain those that were put inline.
+    ``avoid``: volumes that the client cannot reach, so that copies elsewhere are
     preferred.
     """
 

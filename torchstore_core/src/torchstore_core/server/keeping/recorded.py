@@ -45,7 +45,7 @@ from torchstore_core.wire.repeating import number_of
 # Kinds of records. Their numbers must stay what they are only as long as a store lives.
 _OPEN, _CLOSE, _END, _REQUEST, _ABORT, _ABORT_EARLY, _RELEASE, _RELEASE_EARLY = range(8)
 _VALUES, _STATE, _DUE, _BEGIN, _GREW, _TRIMMED, _SPILLING, _REPAIRING = range(8, 16)
-_DETACH, _DETACHED_ENDED, _LOST, _RESERVED, _RETURNED = range(16, 21)
+_DETACH, _DETACHED_ENDED, _LOST, _RESERVED, _RETURNED, _TAKEN_IN = range(16, 22)
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(
     m.Put
@@ -146,6 +146,8 @@ class RecordedController(Controller):
         self._next_serial = 1
         self.state_nbytes = 0
         self._silent = False  # what happens now is part of something that is recorded
+        # A get that is under way, and is recorded only if it changes something.
+        self._reading: tuple[SessionRecord, m.Locate | m.Fetch] | None = None
         self.opened: dict[bytes, Opened] = {}
         self.last_sent: dict[int, bytes] = {}
         self.results: dict[bytes, dict[tuple[str, int], m.Reply]] = {}
@@ -379,27 +381,62 @@ class RecordedController(Controller):
         if self.spilling.active:  # it changes what is evicted next
             self._record(session.serial, request)
             return super().locate(session, request)
-        entries, leased = super().locate(session, request)
-        if leased:
-            self._record_lease(session, request)
-        return entries, leased
-
-    def _record_lease(self, session: SessionRecord, request: m.Locate | m.Fetch) -> None:
-        """Record it only now: nobody knows of the lease before it is answered."""
+        self._reading = session, request
         try:
-            self._record(session.serial, request)
-        except StoreFullError:
-            super().release(session, [request.lease], [])
-            raise
+            entries, leased = super().locate(session, request)
+            if leased:
+                self._record_lease()
+        finally:
+            self._reading = None
+        return entries, leased
 
     def fetch(self, session: SessionRecord, request: m.Fetch) -> m.Fetched:
         if self.spilling.active:
             self._record(session.serial, request)
             return super().fetch(session, request)
-        fetched = super().fetch(session, request)
-        if fetched.leased:
-            self._record_lease(session, request)
+        self._reading = session, request
+        try:
+            fetched = super().fetch(session, request)
+            if fetched.leased:
+                self._record_lease()
+        finally:
+            self._reading = None
         return fetched
+
+    def _record_reading(self) -> None:
+        """Record the get that is under way, unless it has been recorded."""
+        if self._reading is not None:
+            session, request = self._reading
+            self._record(session.serial, request)
+            self._reading = None
+
+    def _record_lease(self) -> None:
+        """Record it only now: nobody knows of the lease before it is answered."""
+        reading = self._reading
+        try:
+            self._record_reading()
+        except StoreFullError:
+            if reading is not None:
+                super().release(reading[0], [reading[1].lease], [])
+            raise
+
+    def _begins_to_take_in(self) -> bool:
+        try:
+            self._record_reading()
+        except StoreFullError:  # the reply has the bytes itself, then
+            return False
+        return True
+
+    def _takes_in(self, offsets: Sequence[int], contents: Sequence[bytes]) -> bool:
+        if self._records is not None:  # they were written then, and may have gone since
+            return self._next_body(_TAKEN_IN, take=True) is not None
+        if not super()._takes_in(offsets, contents):
+            return False
+        try:
+            self._step(_TAKEN_IN, b"", SPARE)
+        except StoreFullError:
+            return False
+        return True
 
     def release(
         self,
@@ -593,6 +630,9 @@ class RecordedController(Controller):
     def _returned_again(self, record: Record) -> None:
         Controller.trimmed(self, record.session)
 
+    def _taken_in_again(self, record: Record) -> None:
+        """It is part of the get before it, which has taken it."""
+
     def _abort_again(self, record: Record) -> None:
         if (session := self._known.get(record.session)) is not None:
             early = record.kind == _ABORT_EARLY
@@ -626,6 +666,7 @@ class RecordedController(Controller):
         _LOST: _lost_again,
         _RESERVED: _reserved_again,
         _RETURNED: _returned_again,
+        _TAKEN_IN: _taken_in_again,
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import cast
 
@@ -25,11 +25,18 @@ class Leases:
 
     Args:
         strategy: chooses which copy of a value a client reads.
+        take_in: moves inline values into a segment, all or none.
     """
 
-    def __init__(self, volumes: Sequence[VolumeRecord], strategy: Strategy) -> None:
+    def __init__(
+        self,
+        volumes: Sequence[VolumeRecord],
+        strategy: Strategy,
+        take_in: Callable[[Sequence[Value]], None],
+    ) -> None:
         self.volumes = volumes
         self.strategy = strategy
+        self._take_in = take_in
 
     def entries(
         self,
@@ -61,7 +68,10 @@ class Leases:
         if nbytes <= min(inline_max, m.MAX_FRAME // 2):
             contents = self._read(values)
         if contents is None:
-            inline = sum([v.nbytes for v in values if v.data is not None])
+            inline = _inline_bytes(values)
+            if inline > inline_max and not avoid:  # more than a message should carry
+                self._take_in(values)
+                inline = _inline_bytes(values)
         leased = inline != nbytes
         if leased:
             if lease in session.leases:
@@ -113,16 +123,17 @@ class Leases:
         lease: int,
         found: Sequence[Stored | None],
         inline_max: int,
+        avoid: Collection[int] = (),
         version: int = 0,
     ) -> m.EntryColumns | None:
         """Lease values, and describe them in columns. Returns None, and leases nothing, if they do
         not fit: then :meth:`entries` answers.
 
         Args:
+            found: see :func:`fit_columns`.
+            avoid: as for :meth:`entries`.
             version: of all values; 0: each has its own.
         """
-        if not FEWEST <= len(found) <= MOST or set(map(type, found)) != _VALUES:
-            return None
         values = cast("list[Value]", found)
         sizes = [value.nbytes for value in values]
         nbytes = sum(sizes)
@@ -139,8 +150,14 @@ class Leases:
                     return None
         offsets = [value.offset for value in values]
         metas = [value.meta for value in values]
-        if min(offsets) < 0 or set(map(type, metas)) != _TENSORS:  # some have their bytes inline
+        if set(map(type, metas)) != _TENSORS:
             return None
+        if min(offsets) < 0:  # some have their bytes inline
+            if not avoid:
+                self._take_in(values)
+                offsets = [value.offset for value in values]
+            if min(offsets) < 0:
+                return None
         kinds, of = kinds_of(cast("list[TensorMeta]", metas), sizes)
         versions = [version] if version else [value.version for value in values]
         leased = 0
@@ -241,6 +258,15 @@ class Leases:
         if leased and not volumes[last].lost:
             volumes[last].leased -= leased
         return freed
+
+
+def fit_columns(found: Sequence[Stored | None]) -> bool:
+    """Whether a reply may have what was found in columns: all of them, each a single value."""
+    return FEWEST <= len(found) <= MOST and set(map(type, found)) == _VALUES
+
+
+def _inline_bytes(values: Iterable[Value]) -> int:
+    return sum([value.nbytes for value in values if value.data is not None])
 
 
 class _Choice:

@@ -15,7 +15,7 @@ import mmap
 import os
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torchstore_core.errors import StoreFullError, TransportNotReadyError
 from torchstore_core.machine.threads import start_thread
@@ -206,6 +206,21 @@ class SegmentMemory:
         finally:
             unmap(address, size)
 
+    @property
+    def is_here(self) -> bool:
+        return True
+
     def read(self, offset: int, nbytes: int) -> bytes:
         """Read ``nbytes`` bytes at ``offset``, without mapping them."""
         return os.pread(self.fd, nbytes, offset)
+
+    def write(self, offsets: Sequence[int], contents: Sequence[bytes]) -> bool:
+        """Write each of the contents at its offset, without mapping them; whether all could be."""
+        try:
+            for offset, content in zip(offsets, contents, strict=True):
+                if os.pwrite(self.fd, content, offset) < len(content):
+                    return False
+        except OSError as error:  # the system has no memory for a page, most likely
+            log.warning("small values stay in the server's own memory: %s", error)
+            return False
+        return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -31,9 +31,16 @@ class SegmentView(Protocol):
     def trim(self, start: int) -> int:
         """Return the pages from ``start`` on to the system; returns the number of bytes."""
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this process can read and write it; otherwise it belongs to another process."""
+
     def read(self, offset: int, nbytes: int) -> bytes | None:
-        """Read ``nbytes`` bytes at ``offset``; None if only clients can read them, because the
-        memory belongs to another process.
+        """Read ``nbytes`` bytes at ``offset``; None if it is not here."""
+
+    def write(self, offsets: Sequence[int], contents: Sequence[bytes]) -> bool:
+        """Write each of the contents at its offset. Returns False if not all could be written:
+        the memory is not here, or the system has no page for it.
         """
 
 

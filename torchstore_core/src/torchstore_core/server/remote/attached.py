@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -81,9 +81,16 @@ class AttachedMemory:
         self.send(m.Trim(start, self._warm))
         return given
 
+    @property
+    def is_here(self) -> bool:
+        """False: only clients can read this memory, under a lease, and write to it."""
+        return False
+
     def read(self, offset: int, nbytes: int) -> None:
-        """Return None: only clients can read this memory, under a lease."""
         return None
+
+    def write(self, offsets: Sequence[int], contents: Sequence[bytes]) -> bool:
+        return False
 
     def watch(self, wanted: m.WatchProcess) -> None:
         """Ask the volume to watch a process on its host."""

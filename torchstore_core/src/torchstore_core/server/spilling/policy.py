@@ -199,6 +199,12 @@ class Residency:
         if order is not None:
             order.move_to_end(id(tracked.value))
 
+    def take_in(self, tracked: Tracked) -> None:
+        """Its bytes are in a segment now. It is used for that, so it is the last in order."""
+        self._leave(tracked)
+        tracked.is_inline = False
+        self._enter(tracked)
+
     def oldest(
         self,
         state: State,

@@ -407,6 +407,19 @@ class Spilling:
             self.evicted = count + len(freed), before + sum(value.nbytes for value in freed)
             self._free(freed)
 
+    # ---- from the server's own memory into a segment ---------------------------------------
+
+    def can_take_in(self, values: Iterable[Value]) -> bool:
+        """Whether the bytes of all of these values may be moved: none is on disk, or on its way."""
+        if not self.active:
+            return True
+        return all(t.state in (State.CACHED, State.DIRTY) for t in self.values.tracked(values))
+
+    def take_in(self, values: Iterable[Value]) -> None:
+        """The bytes of these values are no longer inline."""
+        for tracked in self.values.tracked(values):
+            self.values.take_in(tracked)
+
     # ---- ends -----------------------------------------------------------------------------
 
     def forget(self, values: Iterable[Value]) -> list[Value]:
