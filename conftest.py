@@ -187,11 +187,11 @@ def pytest_collection_finish() -> None:
     if "monarch" in sys.modules:
         raise pytest.UsageError("a test module imports monarch when it is collected")
     # What torch and the tests themselves are made of stays to the end: without it, the hundreds of
-    # collections that tests ask for take a few milliseconds each, not a hundred.
+    # collections that tests ask for take a few milliseconds each, not a hundred. To look for what
+    # of it is garbage would take half a second of a processor in each process, and find a fourth.
     global _modules
     _modules = len(sys.modules)
     gc.enable()
-    gc.collect()
     gc.freeze()
 
 

@@ -225,8 +225,7 @@ async def test_ctrl_c_ends_everything_without_a_traceback(name: str) -> None:
 
 @pytest.mark.quick
 async def test_two_lines_carry_a_module_to_another_process() -> None:
-    async with example("two_lines.py") as process:
-        status, out, err = await output(process)
+    status, out, err = await finished("two_lines.py")
     assert status == 0, err
     writer, reader = sorted(out.splitlines(), reverse=True)
     assert writer.startswith("writer: ")

@@ -402,8 +402,9 @@ async def until_one() -> None:
 
 async def test_memory_of_ended_references_is_there_for_the_next_put(shared: ts.Client):
     """A put that does not fit waits for what has just ended to be known to the server."""
+    value = torch.ones(40 << 20)  # 160 of 256 MB
     for _ in range(8):
-        ref = await ts.put_object(torch.ones(40 << 20))  # 160 of 256 MB
+        ref = await ts.put_object(value)
         del ref
     await until_free()
 

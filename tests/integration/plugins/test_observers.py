@@ -347,7 +347,6 @@ async def test_observers_that_do_not_load_are_said_once_and_in_status(
         environment.setenv("PYTHONPATH", path)
         environment.setenv("TORCHSTORE_BLOCK", "blocked")
         printed = await run_script(
-            fresh=True,
             body=f"""
             import json, logging
             logging.basicConfig(stream=sys.stdout, format="LOG %(levelname)s %(message)s")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tests.processes import Script
 from tests.support import until
 
 _ADDRESSES = ("10.213.91.1", "10.213.91.2")
+_NETWORK = 0x40000000  # CLONE_NEWNET
 
 
 def _ip(*words: str) -> subprocess.CompletedProcess[str]:
@@ -45,6 +47,16 @@ def spaces() -> Iterator[list[str]]:
             _ip("netns", "delete", name)
 
 
+def _inside(space: str) -> str:
+    """A script's process goes there, with all that it starts."""
+    return textwrap.dedent(f"""
+        import ctypes, os
+        there = os.open("/run/netns/{space}", os.O_RDONLY)
+        assert ctypes.CDLL(None).setns(there, {_NETWORK}) == 0
+        os.close(there)
+        """)
+
+
 @pytest.mark.parametrize("name", ["gloo", "torchcomms"])
 async def test_two_hosts(name: str, spaces: list[str], tmp_path: Path) -> None:
     """There is no loopback device in either that is up: only the cable leads to the other."""
@@ -71,10 +83,9 @@ async def test_two_hosts(name: str, spaces: list[str], tmp_path: Path) -> None:
         await client.put("u", got + 1)
         print([entry["chosen"] for entry in await client.explain()])
         """
-    inside = [("ip", "netns", "exec", space) for space in spaces]
-    with Script(serve, wrapper=inside[0]) as server:
+    with Script(_inside(spaces[0]) + textwrap.dedent(serve)) as server:
         await until(ready.exists, 60)
-        with Script(use, wrapper=inside[1]) as client:
+        with Script(_inside(spaces[1]) + textwrap.dedent(use)) as client:
             assert (await client.output()).strip() == f"['{name}']"
         end.touch()
         await server.output()

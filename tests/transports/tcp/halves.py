@@ -29,7 +29,32 @@ PEER = b"peer"
 Route = Callable[[tuple[Endpoint, ...]], tuple[Endpoint, ...]]
 
 
-class Volume:
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+
+
+class Looked:
+    """Memory that is looked at and filled where it lies: copies take longer than transfers."""
+
+    @property
+    def address(self) -> int:
+        raise NotImplementedError
+
+    def holds(self, content: bytes, nbytes: int | None = None) -> bool:
+        """Whether it begins with this content, or with so much of it."""
+        size = len(content) if nbytes is None else nbytes
+        return _memcmp(self.address, content, size) == 0
+
+    def is_full_of(self, byte: bytes, nbytes: int, at: int = 0) -> bool:
+        begin = self.address + at
+        same = _memcmp(begin, begin + 1, nbytes - 1) == 0
+        return same and ctypes.string_at(begin, 1) == byte
+
+    def fill(self, byte: bytes, nbytes: int) -> None:
+        ctypes.memset(self.address, ord(byte), nbytes)
+
+
+class Volume(Looked):
     """A server half with one segment, and the memory of that."""
 
     def __init__(self, nbytes: int) -> None:
@@ -55,6 +80,10 @@ class Volume:
         here = probe()
         context = LinkContext(here, here, True, True, offer=self.offer, handshake=handshake)
         return await TcpLink.connect(self.offer, context)
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
     @property
     def endpoint(self) -> Endpoint:
@@ -89,7 +118,7 @@ async def linked(
             link.close()
 
 
-class Local:
+class Local(Looked):
     """Memory of the client, in huge pages: to get small ones takes as long as a transfer."""
 
     def __init__(self, nbytes: int, content: bytes = b"") -> None:
@@ -97,7 +126,10 @@ class Local:
         memory.madvise(mmap.MADV_HUGEPAGE)
         memory[: len(content)] = content
         self.buffer = (ctypes.c_char * nbytes).from_buffer(memory)
-        self.address = ctypes.addressof(self.buffer)
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self.buffer)
 
     @property
     def raw(self) -> bytes:

@@ -89,19 +89,19 @@ async def test_a_cancelled_transfer(
     """Shutting a connection ends a thread that is inside of TLS, too."""
     _use(monkeypatch, authorities[0])
     async with linked(256 * MB) as (link, there):
-        there.memory[: 200 * MB] = b"r" * (200 * MB)
+        there.fill(b"r", 200 * MB)
         local = Local(200 * MB)
         reading = asyncio.ensure_future(link.read([local.copy()]))
         await until(lambda: local.buffer[0] == b"r", 20)
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
-        local.buffer.raw = bytes(200 * MB)
+        local.fill(b"\0", 200 * MB)
         await link.read([Copy(local.address, 7, 0, 3)])
         assert local.buffer[:4] == b"rrr\0"
         link.close()
         await until(lambda: "torchstore-tcp" not in threads())
-        assert local.buffer[3:] == bytes(200 * MB - 3)
+        assert local.is_full_of(b"\0", 200 * MB - 3, 3)
 
 
 async def test_a_certificate_of_another_authority(

@@ -97,10 +97,10 @@ async def test_no_port_is_open_unless_a_client_uses_it() -> None:
 
 async def test_a_client_that_is_killed_while_it_puts() -> None:
     """Its memory is free again, and nothing of it arrives there later."""
-    async with running_store(prefer=["tcp"], capacity=700 * MB, prefault=0) as client:
+    async with running_store(prefer=["tcp"], capacity=250 * MB, prefault=0) as client:
         putting = f"""
             client = await ts.connect({await ts.address()!r}, prefer=["tcp"])
-            value = torch.full(({300 * MB},), 7, dtype=torch.uint8)
+            value = torch.full(({100 * MB},), 7, dtype=torch.uint8)
             print("ready", flush=True)
             while True:
                 await client.put("late", value)
@@ -115,7 +115,7 @@ async def test_a_client_that_is_killed_while_it_puts() -> None:
                 assert bool((got == 7).all())
                 del got
                 await client.delete("late")
-            ours = torch.full((300 * MB,), 9, dtype=torch.uint8)
+            ours = torch.full((100 * MB,), 9, dtype=torch.uint8)
             await client.put("ours", ours)
             assert torch.equal(await client.get("ours", torch.empty_like(ours)), ours)
             await client.delete("ours")

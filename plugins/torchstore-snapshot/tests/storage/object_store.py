@@ -33,6 +33,7 @@ class ObjectStore:
 
     def __init__(self) -> None:
         # They take half a second of a processor, which those who only collect these tests save.
+        from moto import backends
         from moto.moto_server.werkzeug_app import (
             DomainDispatcherApplication,
             MotoRequestHandler,
@@ -54,7 +55,12 @@ class ObjectStore:
         self.trickle: Callable[[dict[str, Any]], bool] = lambda _: False
         self.before: Callable[[dict[str, Any]], object] | None = None
         self._app = DomainDispatcherApplication(create_backend_app)
-        handler = type("Handler", (MotoRequestHandler,), {"log": lambda *_: None})
+        # Which services there are is asked for each request, and does not change. Connections stay,
+        # as those to all object stores do.
+        services = tuple(backends.list_of_moto_modules())
+        backends.list_of_moto_modules = lambda: services
+        said = {"log": lambda *_: None, "protocol_version": "HTTP/1.1"}
+        handler = type("Handler", (MotoRequestHandler,), said)
         self._server = make_server("127.0.0.1", 0, self._serve, True, request_handler=handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)

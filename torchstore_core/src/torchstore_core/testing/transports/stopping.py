@@ -297,14 +297,17 @@ class StoppingTests(TransportKit):
                 _kept.append(source)
                 offset = endpoints.take(_TRANSFER)
 
+                pause = 0.0
+
                 async def for_ever() -> None:
                     while True:
                         await link.write(_copies(source, offset))
-                        await asyncio.sleep(0)
+                        await asyncio.sleep(pause)
 
                 task = asyncio.ensure_future(for_ever())
                 await asyncio.wait([task], timeout=0.05)
                 endpoints.signal(signal.SIGKILL)
+                pause = 0.02  # those that need no process go on for all of the time
                 await asyncio.wait([task], timeout=_NOTICE_S)
                 await _failed_or_cancelled(task, "write to a half that was killed")
                 source.fill(_POISON)
