@@ -216,11 +216,11 @@ def free_numbers(count: int) -> list[int]:
     return fds
 
 
-@pytest.mark.parametrize("left", [3, 4], ids=["no socket for it", "a socket, but not the memory"])
+@pytest.mark.parametrize("left", [2, 3], ids=["no socket for it", "a socket, but not the memory"])
 async def test_a_client_without_descriptors_says_so_and_tries_again(
     scarce: ScarceServer, left: int
 ) -> None:
-    """A session takes three; the next is the socket for the hand-over, then comes the memory."""
+    """A session takes two; the next is the socket for the hand-over, then comes the memory."""
     async with joined(scarce.address):  # whatever is imported or opened once
         pass
     await sessions_have_ended()
@@ -234,7 +234,7 @@ async def test_a_client_without_descriptors_says_so_and_tries_again(
         assert "will be tried again" in answer["refusals"]["shm"]
         await client.put("small", torch.arange(1 << 16))  # inline
         with (
-            descriptors_left(left - 3),
+            descriptors_left(left - 2),
             pytest.raises(ts.TransportNotReadyError, match="no file descriptor left") as caught,
         ):
             await client.put("large", LARGE)  # nothing else takes as much
