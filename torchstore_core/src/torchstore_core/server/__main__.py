@@ -205,7 +205,7 @@ def _say(line: object) -> None:
 
 def _say_last(line: object) -> None:
     """Say it, and that nothing follows, to whoever reads until the end."""
-    null = os.open(os.devnull, os.O_WRONLY)  # before: whoever has heard it may count on this process
+    null = os.open(os.devnull, os.O_WRONLY)  # before: then nothing may fail
     _say(line)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)
