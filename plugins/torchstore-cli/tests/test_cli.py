@@ -747,7 +747,9 @@ async def test_doctor_finds_what_stops_a_store(store: ts.Client):
     assert human.lines[-1] == "✗ 2 problems"  # a volume on this host, and that of the store
     assert "TORCHSTORE_COPY_THREADS" in await problems(TORCHSTORE_COPY_THREADS="many")
     assert "did you mean 'shm'" in await problems(TORCHSTORE_PREFER="shn")
-    assert "TORCHSTORE_ALLOW_PICKLE" in await problems(TORCHSTORE_ALLOW_PICKLE="perhaps")
+    switches = {"TORCHSTORE_ALLOW_PICKLE": "perhaps", "TORCHSTORE_TRACE_REFS": "all"}
+    said = await problems(**switches)
+    assert all(name in said for name in switches)
     assert "/nowhere" in await problems("--address", "unix:/nowhere")
     assert "/nowhere" in await problems(TORCHSTORE_ADDRESS="unix:/nowhere")
 
@@ -873,6 +875,19 @@ async def test_doctor_gives_up_a_plugin_that_hangs(tmp_path: Path, monkeypatch: 
     outcomes = await plugin_check.check_plugins([one, other], [])
     assert outcomes[one].error == "importing it did not end within 6 s"
     assert outcomes[other] == plugin_check.Outcome()
+
+
+async def test_doctor_and_a_plugin_that_ends_by_a_signal_without_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It ended with a traceback."""
+    nameless = signal.SIGRTMIN + 1
+    kills = f"import os\nos.kill(os.getpid(), {nameless})"
+    Site(tmp_path).install("acme", TRANSPORTS, kills=kills)
+    monkeypatch.setenv("PYTHONPATH", _python_path(tmp_path))
+    outcomes = await plugin_check.check_plugins([(TRANSPORTS, "kills")], [])
+    error = outcomes[TRANSPORTS, "kills"].error
+    assert error == f"importing it ended the process (signal {nameless:d})"
 
 
 def _python_path(first: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import gc
 import os
 import pickle
@@ -275,6 +276,27 @@ async def test_copies_are_the_reference_itself_and_it_does_not_change(shared: ts
     with pytest.raises(AttributeError):
         ref.other = 1
     await ts.free([ref])
+
+
+@dataclasses.dataclass
+class Job:
+    ref: ts.HeldRef
+
+
+async def test_what_dataclasses_make_of_a_reference_holds_nothing(shared: ts.Client):
+    """Each of these left it in flight until the process ended."""
+    ref = await ts.put_object(torch.ones(BIG))
+    for what in (ref, Job(ref)):
+        made = dataclasses.asdict(what)
+        assert dataclasses.astuple(what) is not None
+        assert (made if what is ref else made["ref"])["ref"] == ref.ref
+    with pytest.raises(TypeError):
+        dataclasses.replace(ref)  # type: ignore[type-var]
+    assert dataclasses.replace(Job(ref)).ref is ref
+    (report,) = await ts.refs()
+    assert [holder.state for holder in report.holders] == ["held"]
+    del ref, what
+    await until_free()
 
 
 async def test_references_in_cycles_are_collected(shared: ts.Client):

@@ -256,6 +256,28 @@ def test_what_a_handler_raises_at_the_end_of_a_call_does_not_reach_the_next() ->
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_ctrl_c_within_a_callback_cancels_after_it(plain_ctrl_c: None) -> None:
+    """A reply that was just being handed over found its future cancelled."""
+    ends: list[bool] = []
+
+    async def waits() -> None:
+        future = asyncio.get_running_loop().create_future()
+
+        def arrives() -> None:
+            if not future.done():
+                signal.raise_signal(signal.SIGINT)
+                future.set_result(None)
+                ends.append(True)
+
+        asyncio.get_running_loop().call_soon(arrives)
+        await future
+        ends.append(False)
+
+    with pytest.raises(KeyboardInterrupt):
+        thread_loops.run(waits(), "get")
+    assert ends == [True]
+
+
 def test_ctrl_c_counts_for_more_than_an_error_that_it_meets(plain_ctrl_c: None) -> None:
     async def fails() -> None:
         signal.raise_signal(signal.SIGINT)

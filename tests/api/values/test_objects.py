@@ -231,6 +231,16 @@ async def test_tensors_inside_objects(shared):
     assert got["shapes"] == [torch.Size([1])]
 
 
+async def test_a_bare_storage_is_refused(shared):
+    """It could be put, but never be got."""
+    storage = torch.arange(3.0).untyped_storage()
+    for value in (storage, {"a": [storage]}, {"beside": torch.ones(2), "a": storage}):
+        with pytest.raises(ts.UnsupportedValueError, match=r"'s': .*UntypedStorage.*set_\(storage"):
+            await ts.put("s", value)
+    await ts.put("s", torch.empty(0, dtype=torch.uint8).set_(storage))  # as it says
+    assert (await ts.get("s")).view(torch.float32).tolist() == [0, 1, 2]
+
+
 async def test_large_arrays_beside_tensors(shared):
     """Such a value was refused, because a buffer of pickle has no length."""
     rollout = {"observations": np.arange(20_000), "logits": torch.ones(3)}

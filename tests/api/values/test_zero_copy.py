@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import copy
 import gc
 import io
+import signal
 import threading
+import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -176,3 +180,31 @@ async def test_small_and_in_place_gets_lease_nothing(shared):
     assert await _leased() == 0
     assert small.all()
     assert filled.all()
+
+
+class _CtrlC(weakref.ref):
+    """What its callback, which is in C, takes for the number of a signal."""
+
+    def __index__(self) -> int:
+        return int(signal.SIGINT)
+
+
+def _mappings() -> int:
+    return len(Path("/proc/self/maps").read_text().splitlines())
+
+
+@pytest.mark.local_only
+async def test_ctrl_c_as_a_tensor_dies_is_not_lost_nor_is_the_memory(shared):
+    """It was raised in the finalizer, from where nobody gets it: the lease stayed for good."""
+    await ts.put("t", torch.arange(NUMEL))
+    before, mapped = signal.signal(signal.SIGINT, signal.default_int_handler), _mappings()
+    try:
+        dying = [await ts.get("t"), threading.Event()]  # the last one dies first
+        ctrl_c = _CtrlC(dying[1], _thread.interrupt_main)
+        with pytest.raises(KeyboardInterrupt):
+            dying.clear()
+        assert ctrl_c() is None
+    finally:
+        signal.signal(signal.SIGINT, before)
+    await until(_nothing_leased)
+    assert _mappings() <= mapped

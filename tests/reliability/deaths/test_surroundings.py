@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -127,6 +128,7 @@ async def test_an_owner_that_may_start_no_process_says_so():
         await ts.initialize(capacity=64 << 20, prefault=0)
     except ts.StoreClosedError as error:
         assert "no process can be started for a server" in str(error)
+        assert "ulimit -u" in str(error)
     else:
         raise AssertionError
     resource.setrlimit(resource.RLIMIT_NPROC, before)
@@ -140,6 +142,17 @@ async def test_a_python_that_does_not_know_its_executable_says_so(
     """It was a TypeError, or a hint at the limit of processes."""
     monkeypatch.setattr("sys.executable", unknown)
     with pytest.raises(ts.ConfigurationError, match=r"sys\.executable is empty"):
+        await ts.initialize(store_name="embedded", capacity=MB)
+
+
+async def test_a_python_that_may_not_be_run_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """It pointed at the limit of processes, too."""
+    python = tmp_path / "python"
+    python.touch(0o600)
+    monkeypatch.setattr("sys.executable", str(python))
+    with pytest.raises(ts.StoreClosedError, match=rf"Permission denied: '{python}'$"):
         await ts.initialize(store_name="embedded", capacity=MB)
 
 

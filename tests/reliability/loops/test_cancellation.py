@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.processes import run_script
 from tests.reliability import children
 from tests.reliability.harness import (
     MB,
@@ -349,3 +350,37 @@ async def test_shutting_down():
         await until(lambda: not directory.exists())  # noqa: B023
         with pytest.raises(ts.StoreClosedError):
             await client.keys()
+
+
+async def test_ctrl_c_in_the_middle_of_a_reply_is_no_error_of_the_event_loop() -> None:
+    """asyncio.run cancels the main task in the handler, whatever line is running."""
+    out = await run_script("""
+    import signal, sys, threading
+    import torchstore_core.blocking as blocking
+
+    def put_when_waited_for():
+        while not blocking.status().operations.get("Wait"):
+            pass
+        blocking.put("k", 1)
+
+    def trace(frame, event, argument):
+        if frame.f_code.co_name == "_assembled":
+            sys.settrace(None)
+            print("interrupted in", asyncio.current_task())
+            signal.raise_signal(signal.SIGINT)
+
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda loop, context: print(context))
+    await ts.initialize(capacity=64 << 20, prefault=0)
+    thread = threading.Thread(target=put_when_waited_for)
+    loop.call_soon(thread.start)
+    loop.call_soon(sys.settrace, trace)
+    try:
+        await ts.wait("k")
+    except asyncio.CancelledError:
+        asyncio.current_task().uncancel()
+    thread.join()
+    print(await ts.get("k"))
+    await ts.shutdown()
+    """)
+    assert out == "interrupted in None\n1\n"

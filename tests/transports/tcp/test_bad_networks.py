@@ -11,7 +11,7 @@ from tests.transports.tcp.halves import MB, PEER, Local, linked, threads
 from tests.transports.tcp.proxy import Proxy
 
 from torchstore_core.contracts.transport import Copy
-from torchstore_core.errors import TransportError
+from torchstore_core.errors import TransportError, TransportUnavailableError
 from torchstore_core.testing.timers import ends_within
 from torchstore_core.testing.transports.ends.memory import pattern
 
@@ -227,9 +227,9 @@ async def test_a_cancelled_batch_leaves_others_alone() -> None:
         assert lasting.holds(data)
 
 
-@pytest.mark.parametrize("write", [True, False])
-async def test_checksums(write: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHSTORE_TCP_CHECKSUM", "1")
+@pytest.mark.parametrize(("write", "switch"), [(True, "1"), (False, "true")])
+async def test_checksums(write: bool, switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHSTORE_TCP_CHECKSUM", switch)
     with Proxy() as proxy:
         async with linked(64 * MB, proxy.route) as (link, there):
             data = pattern(5, 20 * MB)
@@ -246,6 +246,13 @@ async def test_checksums(write: bool, monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(TransportError, match="checksum is wrong"):
                 await (link.write if write else link.read)([source.copy()])
             await there.server.disconnect(PEER)
+
+
+async def test_a_switch_for_checksums_that_makes_no_sense(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHSTORE_TCP_CHECKSUM", "yes")
+    with pytest.raises(TransportUnavailableError, match="TORCHSTORE_TCP_CHECKSUM is 0 or 1"):
+        async with linked(1 * MB):
+            pass
 
 
 async def test_without_checksums_damage_is_not_noticed() -> None:

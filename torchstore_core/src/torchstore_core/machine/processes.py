@@ -72,12 +72,19 @@ def how_ended(status: int) -> str:
     >>> how_ended(3), how_ended(-9), how_ended(-35)
     ('ended with status 3', 'was ended by SIGKILL', 'was ended by signal 35')
     """
-    if status >= 0:
-        return f"ended with status {status}"
+    return f"ended with status {status}" if status >= 0 else f"was ended by {signal_name(-status)}"
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal. Most real-time signals have none.
+
+    >>> signal_name(9), signal_name(35)
+    ('SIGKILL', 'signal 35')
+    """
     try:
-        return f"was ended by {signal.Signals(-status).name}"
+        return signal.Signals(number).name
     except ValueError:
-        return f"was ended by signal {-status}"
+        return f"signal {number}"
 
 
 class ProcessWatch:

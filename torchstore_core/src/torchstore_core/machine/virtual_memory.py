@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
+import itertools
 import mmap
 import os
 import weakref
@@ -102,6 +104,18 @@ def punch_hole(fd: int, offset: int, nbytes: int) -> bool:
     return int(_fallocate(fd, _PUNCH_HOLE_KEEP_SIZE, offset, nbytes)) == 0
 
 
+class _Block(weakref.ref[object]):
+    """A weak reference that may be passed to a C function, behind its arguments."""
+
+    __slots__ = ()
+    _as_parameter_ = 0
+
+
+# The private mappings that there are. At interpreter exit they are left to the kernel.
+_mapped: dict[int, tuple[object, _Block]] = {}
+_numbers = itertools.count()
+
+
 def map_private(fd: int, offset: int, nbytes: int) -> tuple[int, int, object]:
     """Map a range copy-on-write.
 
@@ -117,6 +131,9 @@ def map_private(fd: int, offset: int, nbytes: int) -> tuple[int, int, object]:
     size = before + nbytes
     address = _map(fd, offset - before, size, mmap.MAP_PRIVATE | _MAP_NORESERVE)
     block = (ctypes.c_char * size).from_address(address)
-    # At interpreter exit tensors may outlive finalizers, so the unmapping is left to the kernel.
-    weakref.finalize(block, _munmap, address, size).atexit = False
+    # What is called when the block dies is in C alone: what a signal handler raises (Ctrl-C) would
+    # be lost in a finalizer in Python, and the mapping with it.
+    number = next(_numbers)
+    forgets = weakref.ref(block, functools.partial(_mapped.pop, number))
+    _mapped[number] = forgets, _Block(block, functools.partial(_munmap, address, size))
     return address + before, before, block

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import errno
 import logging
 import os
 import shutil
@@ -100,9 +101,10 @@ class ServerProcess:
                         start_new_session=True,
                     )
             except OSError as error:
+                too_many = "; see ulimit -u, and the pids limit of this container or unit"
                 raise StoreClosedError(
-                    f"no process can be started for a server: {error}; see ulimit -u, and the "
-                    "pids limit of this container or unit"
+                    f"no process can be started for a server: {error}"
+                    f"{too_many if error.errno == errno.EAGAIN else ''}"
                 ) from error
         atexit.register(self._at_exit)
         if process.stdout is None:

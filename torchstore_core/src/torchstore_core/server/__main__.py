@@ -205,8 +205,8 @@ def _say(line: object) -> None:
 
 def _say_last(line: object) -> None:
     """Say it, and that nothing follows, to whoever reads until the end."""
+    null = os.open(os.devnull, os.O_WRONLY)  # before: then nothing may fail
     _say(line)
-    null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)
 

@@ -22,6 +22,7 @@ from torchstore_core.errors import (
     TransportUnavailableError,
 )
 from torchstore_core.machine.networks import namespace_id, networks
+from torchstore_core.machine.switches import is_on
 from torchstore_core.machine.tasks import wait_ended
 from torchstore_transports.tcp.moving.connection_sets import ConnectionSet, shared
 from torchstore_transports.tcp.moving.dialing import Dialer
@@ -38,7 +39,7 @@ from torchstore_transports.tcp.wire.protocol import (
 
 __all__ = ["CHECKSUM", "TcpLink"]
 
-#: Environment variable: if it is ``1``, the receiver of every unit checks the unit's CRC-32.
+#: Environment variable: if it is on, the receiver of every unit checks the unit's CRC-32.
 CHECKSUM = "TORCHSTORE_TCP_CHECKSUM"
 
 # How long a cancelled write waits for units in flight, so that its outcome is certain.
@@ -66,14 +67,13 @@ class TcpLink(Link):
             raise TransportUnavailableError(
                 f"the volume speaks version {offered.version} of tcp, this process {VERSION}"
             )
-        secure = _encryption(offered)
+        secure, checked = _configuration(offered)
         if context.handshake is None:
             raise TransportUnavailableError("tcp needs a store that carries handshakes")
         greeting = Greeting(VERSION, namespace_id(), networks())
         answer = await context.handshake(msgspec.msgpack.encode(greeting))
         welcome = decode(answer, Welcome, "an answer")
         dialer = Dialer(welcome, secure)
-        checked = os.environ.get(CHECKSUM, "") == "1"
         connections = shared(welcome.ticket, dialer, checked=checked)
         try:
             if not connections.streams.connected:
@@ -151,9 +151,10 @@ class TcpLink(Link):
             raise
 
 
-def _encryption(offered: Offer) -> ssl.SSLContext | None:
+def _configuration(offered: Offer) -> tuple[ssl.SSLContext | None, bool]:
+    """What the environment says: how to encrypt, and whether to check what arrives."""
     try:
-        secure = encryption(server=False)
+        secure, checked = encryption(server=False), is_on(CHECKSUM)
     except ConfigurationError as error:
         raise TransportUnavailableError(error.message) from error
     if (secure is not None) != offered.encrypted:
@@ -161,7 +162,7 @@ def _encryption(offered: Offer) -> ssl.SSLContext | None:
         raise TransportUnavailableError(
             f"{which} has certificates for tcp (TORCHSTORE_TCP_CERT), but {other} has none"
         )
-    return secure
+    return secure, checked
 
 
 async def _first(dialer: Dialer) -> Connection:

@@ -20,6 +20,7 @@ from torchstore_cli.doctor.limits import limit_notes, memory_notes, read_limits
 from torchstore_cli.doctor.links import host_report, link_report, link_to, numa_notes
 from torchstore_cli.doctor.plugin_check import Outcome, check_plugins
 from torchstore_cli.doctor.spilling import spill_notes
+from torchstore_core.clients.session.held_ref import TRACE
 from torchstore_core.clients.stores import discovery
 from torchstore_core.clients.stores import environment as stores
 from torchstore_core.contracts.transport import LinkContext
@@ -27,6 +28,7 @@ from torchstore_core.errors import ConfigurationError, PluginError, TorchStoreEr
 from torchstore_core.machine import copying, topology
 from torchstore_core.machine.directories import runtime_directory
 from torchstore_core.machine.numa import probe_numa
+from torchstore_core.machine.switches import is_on
 from torchstore_core.machine.virtual_memory import map_shared, populate_write, unmap
 from torchstore_core.plugins.installed import GROUPS
 from torchstore_core.plugins.ranking import Policy, rank
@@ -258,7 +260,8 @@ def _check_platform(found: _Findings) -> None:
 
 def _check_environment(policy: Policy, registry: Registry, found: _Findings) -> None:
     found.check(stores.ADDRESSES, lambda: stores.inherited_address("any other"))
-    found.check("TORCHSTORE_ALLOW_PICKLE", stores.allows_pickle)
+    found.check(stores.ALLOW_PICKLE, stores.allows_pickle)
+    found.check(TRACE, lambda: is_on(TRACE))
     found.check("the environment", lambda: policy.check_installed(registry))
 
 

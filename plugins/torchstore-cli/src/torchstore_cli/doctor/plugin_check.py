@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from torchstore_core.contracts.transport import (
 )
 from torchstore_core.errors import PluginError, TransportError
 from torchstore_core.machine import topology
+from torchstore_core.machine.processes import signal_name
 from torchstore_core.plugins.registry import Registry, load_class
 from torchstore_core.server.memory.isolated import IsolatedServer
 from torchstore_core.server.memory.segment import open_memory
@@ -128,7 +128,7 @@ async def _check_until_it_ends(task: _Task) -> list[Outcome]:
 
 
 def _end(status: int) -> str:
-    return f"exit status {status}" if status >= 0 else signal.Signals(-status).name
+    return f"exit status {status}" if status >= 0 else signal_name(-status)
 
 
 # ---- the separate process -----------------------------------------------------------------

@@ -138,9 +138,9 @@ def _run_interruptible(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -
         if interrupted:
             raise KeyboardInterrupt
         interrupted = True
+        # Not in the middle of a callback, which may be about to end what the task waits for.
         if not task.done():
-            task.cancel()
-            loop.call_soon_threadsafe(_noop)  # wakes the loop
+            loop.call_soon_threadsafe(task.cancel)
 
     _set_handler(_SIGINT, cancel)
     try:
@@ -156,12 +156,9 @@ def _run_interruptible(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -
     finally:
         _set_handler(_SIGINT, _DEFAULT)
     if interrupted:
+        _drain(loop)  # the cancellation may have come too late, and would keep the task
         raise KeyboardInterrupt
     return result
-
-
-def _noop() -> None:
-    return None
 
 
 async def in_thread(call: Callable[[], T]) -> T:

@@ -194,8 +194,7 @@ class Channel:
         try:
             self.send(message)
         except TorchStoreError as error:
-            if not reply.done():  # the loss of the connection has ended all calls
-                reply.set_exception(error)
+            _settle(reply, error)  # unless the loss of the connection has ended all calls
         return reply
 
     async def finish(
@@ -428,7 +427,7 @@ class Channel:
             return
         whole = self._assembled(request_id, reply)
         if whole is not None:
-            waiting[0].set_result(whole)
+            _settle(waiting[0], whole)
 
     def _assembled(self, request_id: int, reply: m.Message) -> m.Message | None:
         """Return the reply that this page completes; None if more pages follow."""
@@ -539,8 +538,7 @@ class Channel:
                 self.loop.remove_reader(self._sock.fileno())
                 self.loop.remove_writer(self._sock.fileno())
             for future, _, _ in list(self._pending.values()):
-                if not future.done():
-                    future.set_exception(type(error)(error.message))
+                _settle(future, type(error)(error.message))
             for limit in self._limits:
                 if not limit.expired():
                     limit.reschedule(0.0)
@@ -568,8 +566,8 @@ class Channel:
                 details: dict[str, object] = {"answered": False}
                 if why := self._delays.get(request_id):
                     details = {"waiting_for": why}
-                future.set_exception(
-                    StoreTimeoutError("the server did not answer in time", details=details)
+                _settle(
+                    future, StoreTimeoutError("the server did not answer in time", details=details)
                 )
             elif soonest is None or deadline < soonest:
                 soonest = deadline
@@ -583,6 +581,21 @@ def _expected(reply: m.Message, expect: type[R]) -> R:
     if isinstance(reply, expect):
         return reply
     raise ProtocolError(f"expected {expect.__name__}, the server sent {type(reply).__name__}")
+
+
+def _settle(reply: asyncio.Future[m.Message], outcome: m.Message | TorchStoreError) -> None:
+    """End a call that may have ended: whoever waits may be cancelled between any two lines, since
+    asyncio.run cancels its main task in the handler of Ctrl-C.
+    """
+    if reply.done():
+        return
+    try:
+        if isinstance(outcome, TorchStoreError):
+            reply.set_exception(outcome)
+        else:
+            reply.set_result(outcome)
+    except asyncio.InvalidStateError:
+        return
 
 
 def _expire(channel: weakref.ref[Channel]) -> None:

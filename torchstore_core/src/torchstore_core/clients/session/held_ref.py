@@ -18,6 +18,7 @@ from torchstore_core.errors import (
     TorchStoreError,
     UnsupportedValueError,
 )
+from torchstore_core.machine.switches import is_on
 from torchstore_core.values import ObjectRef
 
 T = TypeVar("T")
@@ -63,7 +64,7 @@ class HeldRef:
     another host, it has to have joined the store; otherwise it holds it from its first call on.
 
     Two references are equal if they name the same version. A copy (``copy.copy``) is the reference
-    itself, since it does not change.
+    itself, since it does not change. What ``dataclasses.asdict`` makes of one keeps nothing alive.
 
     >>> import asyncio, pickle
     >>> import torchstore_core as ts
@@ -178,7 +179,12 @@ class HeldRef:
 
     @property
     def ticket(self) -> int:
-        """For encoders: every time that this is read, the reference is on its way once more."""
+        """For encoders: every time that this is read, the reference is on its way once more. But
+        not if ``dataclasses`` reads it, whose ``asdict`` and the like make nothing of it that can
+        be received.
+        """
+        if sys._getframe(1).f_globals.get("__name__") == dataclasses.__name__:
+            return 0
         return self._lend()
 
     @ticket.setter
@@ -360,7 +366,7 @@ def caller() -> str:
     """The innermost line of the program that is not of this package, as ``file:line in function``;
     empty unless references are traced.
     """
-    if os.environ.get(TRACE, "") in ("", "0"):
+    if not is_on(TRACE):
         return ""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

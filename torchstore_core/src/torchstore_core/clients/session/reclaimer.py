@@ -7,11 +7,14 @@ closes, the server releases and aborts everything that the session has open. Tor
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import logging
+import operator
 import os
 import select
 import socket
+import sys
 import weakref
 from asyncio import Future
 from collections import deque
@@ -82,6 +85,22 @@ class _ForkGuard:
         self.idents = idents
 
 
+class _Watch(weakref.ref[object]):
+    """A weak reference to mapped memory, with what its callback needs.
+
+    The callbacks are functions in C: the interpreter runs handlers of signals between bytecodes, so
+    a Ctrl-C within one in Python would be lost, and the release with it.
+    """
+
+    __slots__ = ("ident", "write")
+    ident: int
+    write: Callable[[bytes], object]
+
+
+_ONE = (1).to_bytes(8, sys.byteorder)
+_wake_by = operator.methodcaller("write", _ONE)
+
+
 class Reclaimer:
     """Holds the leases of mapped tensors, and releases them.
 
@@ -93,27 +112,26 @@ class Reclaimer:
 
     def __init__(self, owner: Owner, connection: socket.socket, place: StorePlace) -> None:
         self._owner = owner
-        self._pid = os.getpid()
         self._connection = connection
         self._connection.setblocking(True)
         self._unread = FrameReader(m.MAX_FRAME)
         # Finalizers use these in any thread and at any moment: only atomic operations, no lock.
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, tuple[Held, _Watch, _Watch]] = {}
+        self._dead: deque[_Watch] = deque()
         self._to_release: deque[tuple[int, Held]] = deque()
         self._to_abort: deque[tuple[int, Collection[tuple[int, str]]]] = deque()
         self._messages: deque[m.Message] = deque()
         self._waking = False
+        self._has_stopped = False
         self._waiting: deque[Waiting] = deque()
         self._flushes: dict[int, list[Waiting]] = {}  # by the id of the request
         self._probes: dict[int, Callable[[], None]] = {}
         self._deferred: list[tuple[int, Held]] = []
         self._guards: list[_ForkGuard] = []
         self._fork_pipe: tuple[int, int, frozenset[int]] | None = None
-        # Socket objects rather than raw descriptors, so that a late finalizer cannot write to a
-        # descriptor whose number has been reused.
-        self._wake_read, self._wake_write = socket.socketpair()
-        self._wake_read.setblocking(False)
-        self._wake_write.setblocking(False)
+        # A file rather than a raw descriptor, so that a late finalizer cannot write to a descriptor
+        # whose number has been reused.
+        self._wake = io.FileIO(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), "r+")
         self.holder = Holder(place, connection, owner.next_id, self.wake)
 
     def start(self) -> None:
@@ -134,14 +152,11 @@ class Reclaimer:
         owns the mapped memory, is collected.
         """
         ident = self._owner.next_id()
-        self._held[ident] = (lease, positions)
-        weakref.finalize(tensors, self._on_death, ident).atexit = False
-
-    def _on_death(self, ident: int) -> None:
-        held = self._held.pop(ident, None)
-        if held is not None and self._pid == os.getpid():
-            self._to_release.append((ident, held))
-            self.wake()
+        wakes, tells = _Watch(tensors, _wake_by), _Watch(tensors, self._dead.append)
+        wakes.write, tells.ident = self._wake.write, ident  # the last one is called first
+        self._held[ident] = (lease, positions), tells, wakes
+        if self._has_stopped:
+            self._held.clear()
 
     def release(self, lease: int, positions: list[int] | None = None) -> None:
         """Release a lease. Safe in any thread and in finalizers."""
@@ -170,10 +185,8 @@ class Reclaimer:
         if self._waking:
             return
         self._waking = True
-        try:
-            self._wake_write.send(b"x")
-        except OSError:
-            return  # full or closed: a wake-up is pending already, or none is needed
+        with contextlib.suppress(ValueError):  # it is closed: no wake-up is needed
+            self._wake.write(_ONE)
 
     # ---- the thread -----------------------------------------------------------------------
 
@@ -185,8 +198,10 @@ class Reclaimer:
             self.holder.close()
             self._owner.on_end()
             _cancel([*self._waiting, *itertools.chain(*self._flushes.values())])
-            for sock in (self._connection, self._wake_read, self._wake_write):
-                sock.close()
+            self._has_stopped = True
+            self._held.clear()  # what dies later wakes nobody
+            self._connection.close()
+            self._wake.close()
 
     def _run_connected(self) -> bool:
         """Work until the connection ends. Returns whether there is another one."""
@@ -218,7 +233,7 @@ class Reclaimer:
         """What tensors hold, those included whose releases are still to be sent."""
         found: dict[int, list[int] | None] = {}
         waiting = [held for _, held in [*list(self._to_release), *self._deferred]]
-        for lease, positions in [*list(self._held.values()), *waiting]:
+        for lease, positions in [*(held for held, *_ in list(self._held.values())), *waiting]:
             if positions is None:
                 found[lease] = None
             elif (known := found.setdefault(lease, [])) is not None:
@@ -233,7 +248,7 @@ class Reclaimer:
 
     def _step(self) -> bool:
         """Wait for work and do it. Returns False when the session has ended."""
-        wake, connection = self._wake_read.fileno(), self._connection.fileno()
+        wake, connection = self._wake.fileno(), self._connection.fileno()
         watched = {wake, connection} | {guard.fd for guard in self._guards if guard.fd >= 0}
         poll = select.poll()
         for fd in watched:
@@ -241,7 +256,7 @@ class Reclaimer:
         due = self.holder.due_in()
         ready = {fd for fd, _ in poll.poll(None if due is None else due * 1000)}
         if wake in ready:
-            self._wake_read.recv(4096)
+            self._wake.read(8)
         # Before the queues are drained, so that a finalizer that runs later wakes the thread again.
         self._waking = False
         if connection in ready and not self._receive():
@@ -285,6 +300,9 @@ class Reclaimer:
         return True
 
     def _send_all(self) -> None:
+        while self._dead:
+            ident = self._dead.popleft().ident
+            self._to_release.append((ident, self._held.pop(ident)[0]))
         released: list[Held] = []
         while self._to_release:
             ident, (lease, positions) = self._to_release.popleft()
@@ -335,8 +353,8 @@ class Reclaimer:
         even if the parent dies first; and it keeps its end of the pipe open, so that the parent
         sees when the child ends.
         """
-        self._wake_read.close()
-        self._wake_write.close()
+        self._held.clear()
+        self._wake.close()
         read = -1 if self._fork_pipe is None else self._fork_pipe[0]
         for fd in (read, *(guard.fd for guard in self._guards)):
             if fd >= 0:

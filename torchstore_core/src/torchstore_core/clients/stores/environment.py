@@ -13,12 +13,15 @@ import msgspec
 from torchstore_core.clients.calls.arguments import check_bools
 from torchstore_core.clients.stores import ancestors
 from torchstore_core.errors import ConfigurationError
+from torchstore_core.machine.switches import is_on
 
 DEFAULT_NAME = "torchstore"
 #: Environment variable with the address of the default store; children inherit it.
 ADDRESS = "TORCHSTORE_ADDRESS"
 #: Environment variable with a JSON object of name to address, for stores of other names.
 ADDRESSES = "TORCHSTORE_ADDRESSES"
+#: Environment variable: whether values that need pickle are put and got; they are unless it is off.
+ALLOW_PICKLE = "TORCHSTORE_ALLOW_PICKLE"
 
 #: Held while anything changes that is kept about stores, and across a fork.
 lock = threading.RLock()
@@ -88,10 +91,7 @@ def allows_pickle(given: bool | None = None) -> bool:
     if given is not None:
         check_bools(allow_pickle=given)
         return given
-    text = os.environ.get("TORCHSTORE_ALLOW_PICKLE", "1").lower()
-    if text not in ("0", "1", "true", "false"):
-        raise ConfigurationError(f"TORCHSTORE_ALLOW_PICKLE is 0 or 1, not {text!r}")
-    return text in ("1", "true")
+    return is_on(ALLOW_PICKLE, default=True)
 
 
 def _read(store_name: str) -> str | None:

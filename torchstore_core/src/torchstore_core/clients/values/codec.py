@@ -102,7 +102,8 @@ def encode_pieces(key: str, value: Any, *, allow_pickle: bool) -> tuple[ObjectMe
             if "torch" in sys.modules:  # for tensors there is a better error
                 _check_tensors(key, value)
             raise
-        if written.may_mention(_TENSOR_MARK) and _check_tensors(key, value):
+        has_tensors = any(map(written.may_mention, _TENSOR_MARKS))
+        if has_tensors and _check_tensors(key, value):
             written = _pickled(value)
         return ObjectMeta(PICKLE), written.data()
     except (UnsupportedValueError, MemoryError):
@@ -453,8 +454,8 @@ class _NullWriter:
 
 # ---- tensors inside of objects ------------------------------------------------------------
 
-# The name of every function with which torch unpickles tensors contains this.
-_TENSOR_MARK = b"_rebuild_"
+# The name of every function with which torch unpickles tensors, or storages, contains one of these.
+_TENSOR_MARKS = (b"_rebuild_", b"_load_from_bytes")
 
 
 def _check_tensors(key: str, value: Any) -> bool:
@@ -462,7 +463,8 @@ def _check_tensors(key: str, value: Any) -> bool:
     had to be waited for: what was pickled of these before may be anything.
 
     If a storage lacks bytes of its tensor, torch pickles only those that exist, and makes up the
-    others when it loads them. For some dtypes, torch can pickle tensors but cannot load them.
+    others when it loads them. Tensors of some dtypes, and storages alone, it can pickle but not
+    load.
 
     Raises:
         UnsupportedValueError: the object contains such a tensor.
@@ -491,6 +493,12 @@ def _check_tensors(key: str, value: Any) -> bool:
                 if obj.layout is torch.strided:  # others have no storage, and are pickled in parts
                     check_storage(key, obj)
                 return type(None), ()
+            if isinstance(obj, torch.UntypedStorage):
+                raise UnsupportedValueError(
+                    f"{key!r}: torch cannot unpickle an UntypedStorage; put a tensor of its bytes, "
+                    "which torch.empty(0, dtype=torch.uint8).set_(storage) makes without a copy",
+                    key=key,
+                )
             return NotImplemented if cloudpickle is None else super().reducer_override(obj)
 
     with _registering:

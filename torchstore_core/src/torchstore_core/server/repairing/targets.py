@@ -26,11 +26,13 @@ class Targets:
     def __init__(self, volumes: Sequence[VolumeRecord], strategy: Strategy) -> None:
         self._volumes = volumes
         self._strategy = strategy
+        self._complained = False
         self.open = list(volumes)
         self.wanted = 1
 
     def look_again(self) -> None:
         """A volume was lost, is drained, or is back in service."""
+        self._complained = False
         self.open = [v for v in self._volumes if not v.closed]
         self.wanted = min(self.copies, len(self.open))
 
@@ -111,7 +113,9 @@ class Targets:
                     self._strategy, value.creator, facts, value.nbytes, (entry.key,)
                 )
             except PluginError as error:
-                log.warning("a copy goes to the emptiest volume: %s", error.message)
+                if not self._complained:  # it is likely to fail for every other value, too
+                    self._complained = True
+                    log.warning("copies go to the emptiest volumes: %s", error.message)
                 named = []
             return list(dict.fromkeys([*named, *others]))
 
