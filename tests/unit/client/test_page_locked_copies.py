@@ -19,9 +19,11 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+from torchstore_core.clients.moving.batches import CopyPlan
+from torchstore_core.clients.moving.staging import adapt
 from torchstore_core.clients.transfer import cuda
-from torchstore_core.clients.transfer.moves import PutBatch, TensorMove
-from torchstore_core.clients.transfer.staging import CopyPlan, adapt
+from torchstore_core.clients.transfer.moves import PutBatch
+from torchstore_core.clients.transfer.tensor_moves import TensorMove
 from torchstore_core.contracts.transport import Copy, Window
 
 UNIT = 1 << 16

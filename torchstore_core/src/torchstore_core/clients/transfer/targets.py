@@ -12,6 +12,7 @@ import torch
 
 from torchstore_core import boxes
 from torchstore_core.boxes import Box
+from torchstore_core.clients.moving.batches import MAP_MIN
 from torchstore_core.clients.values import overlaps
 from torchstore_core.clients.values.codec import decode_object
 from torchstore_core.clients.values.plain import look
@@ -32,10 +33,6 @@ from torchstore_core.errors import (
 )
 from torchstore_core.values import ObjectMeta, StateDictMeta, TensorMeta, TensorSlice, ValueMeta
 from torchstore_core.wire import messages as m
-
-#: New tensors of at least this size, in bytes, are mapped if possible; smaller ones are copied (a
-#: mapping costs about as much as copying this much, and a process can have some 65,000 of them).
-MAP_MIN = 64 << 10
 
 
 class TargetPiece(msgspec.Struct, frozen=True, gc=False):
