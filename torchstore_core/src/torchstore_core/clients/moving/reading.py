@@ -54,7 +54,7 @@ async def _read(
         if entry is None:
             continue
         if entry.parts is not None:
-            raise UnsupportedValueError(f"{key!r} is stored in shards, which have no bytes as one")
+            raise UnsupportedValueError(f"{key!r} is stored in shards, not in one piece")
         if entry.grant is None:
             found[at] = memoryview(entry.data or b"")
         else:
