@@ -20,6 +20,7 @@ from torchstore_core.clients.values.tensors import (
     address_of,
     byte_like,
     check_destination,
+    check_storage,
     dtype_of,
     from_buffer,
     slice_box,
@@ -241,6 +242,7 @@ def check_apart(targets: Iterable[Target], plain: Iterable[Plain]) -> dict[int, 
 
     Raises:
         LayoutMismatchError: names two of them.
+        UnsupportedValueError: the storage of one of these was freed or shrunk.
     """
     whole = [(one, one.tensor, one.entry.nbytes) for one in plain if one.tensor is not None]
     others = [
@@ -255,6 +257,8 @@ def check_apart(targets: Iterable[Target], plain: Iterable[Plain]) -> dict[int, 
     again: dict[int, int] = {}
     found = overlaps.find_overlap(tensors, extents, again)
     if found is not None:
+        for at in found:  # memory that a tensor has given back may be another's by now
+            check_storage(of[at].key, tensors[at])
         both = sorted([of[at].key for at in found])
         raise LayoutMismatchError(
             f"the destinations of {both[0]!r} and {both[1]!r} overlap in memory, and each would "
