@@ -48,12 +48,12 @@ class LibraryMove(ABC):
     @abstractmethod
     def tasks(self, base: int, *, into: bool, stream: bool) -> Iterable[copying.Task] | None:
         """What makes it where the segment is memory of this process, at ``base``; None: it has to
-        be made by :meth:`to_device`.
+        be made by :meth:`on_devices`.
         """
 
     @staticmethod
     @abstractmethod
-    async def to_device(moves: Sequence[Any], window: Window, *, into: bool) -> None:
+    async def on_devices(moves: Sequence[Any], window: Window, *, into: bool) -> None:
         """Make these moves between devices and a segment that is memory of this process."""
 
     @abstractmethod

@@ -77,7 +77,7 @@ async def by_window(link: SupportsWindow, batch: Batch) -> None:
     try:
         await copying.run(tasks, batch.nbytes)
         if device:
-            await device[0].to_device(device, window_of(link, batch), into=batch.into_segment)
+            await device[0].on_devices(device, window_of(link, batch), into=batch.into_segment)
     except TransportError:
         for _ in tasks:  # what had not been planned yet is left, too
             pass

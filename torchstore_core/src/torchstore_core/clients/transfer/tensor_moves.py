@@ -57,7 +57,7 @@ class TensorMove(_TensorMove, LibraryMove):
         return (strided_copy(*some, stream=stream) for some in pairs)
 
     @staticmethod
-    async def to_device(moves: Sequence[TensorMove], window: Window, *, into: bool) -> None:
+    async def on_devices(moves: Sequence[TensorMove], window: Window, *, into: bool) -> None:
         await cuda.transfer([move._pair(window.address, into) for move in moves], window)
 
     def cut(self, nbytes: int) -> Iterator[tuple[TensorMove, int]]:
