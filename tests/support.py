@@ -188,6 +188,14 @@ def open_files(pid: int | str = "self") -> dict[Path, str]:
     return found
 
 
+def has_loaded(pid: int, library: str) -> bool:
+    """Whether a process has a library in its memory; False if it has ended."""
+    try:
+        return library in Path(f"/proc/{pid}/maps").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def named_memory(pids: Iterable[int]) -> set[Path]:
     """Files in /dev/shm that processes have mapped or opened, and that still have a name."""
     found: set[str] = set()

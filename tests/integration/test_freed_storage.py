@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import torchstore_core as ts
+from torchstore_core.clients.moving import executor
 from torchstore_core.clients.state_dicts.putting import plan_put
-from torchstore_core.clients.transfer import executor
 from torchstore_core.clients.transfer.moves import get_batches
 from torchstore_core.clients.transfer.targets import Results, resolve
 from torchstore_core.clients.values.codec import decode_object, encode_object

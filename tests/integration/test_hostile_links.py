@@ -69,7 +69,7 @@ async def test_a_server_that_dies_ends_a_transfer_that_would_never_end(
         pid = (await client.status()).controller_pid
         await client.get("k", torch.empty(MB))
         with monkeypatch.context() as patch:
-            patch.setattr("torchstore_core.clients.transfer.executor._by_window", never)
+            patch.setattr("torchstore_core.clients.moving.executor._by_window", never)
             call = (
                 client.put("k", torch.ones(MB))
                 if what == "put"
@@ -94,7 +94,7 @@ async def test_a_transport_that_fails_with_its_store_is_not_said_to_be_missing(
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
             raise TransportError("the volume is gone")
 
-        monkeypatch.setattr("torchstore_core.clients.transfer.executor._by_window", fails)
+        monkeypatch.setattr("torchstore_core.clients.moving.executor._by_window", fails)
         with pytest.warns(RuntimeWarning, match="is gone"), pytest.raises(ts.StoreClosedError):
             await client.put("k", torch.ones(4 * MB))
 

@@ -20,7 +20,7 @@ from tests.integration.test_freed_storage import REFUSED, SIZE, WAYS, WindowLink
 from tests.support import emptied, turn
 
 import torchstore_core as ts
-from torchstore_core.clients.transfer import executor
+from torchstore_core.clients.moving import executor
 from torchstore_core.clients.transfer.moves import get_batches
 from torchstore_core.clients.transfer.targets import Results, plain_targets
 from torchstore_core.clients.values import plain

@@ -25,7 +25,6 @@ __all__ = [
 MB = 1 << 20
 # The engine itself sees a killed process after some 9 s: on one host nobody waits for it.
 AT_ONCE_S = 7.0
-# A copier imports torch before it begins.
 REPAIRED_S = 60.0
 
 

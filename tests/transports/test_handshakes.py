@@ -421,7 +421,7 @@ async def test_the_next_transport_waits_until_the_write_of_the_last_has_ended(
     """The last one has stopped: it is killed before anything else is written there."""
     gate, held = tmp_path / "gate", tmp_path / "gate.held"
     monkeypatch.setenv(GATE, str(gate))
-    monkeypatch.setattr("torchstore_core.clients.transfer.executor._LEAST_S", 0.5)
+    monkeypatch.setattr("torchstore_core.clients.moving.executor._LEAST_S", 0.5)
     async with running_store(prefer=["mailbox-apart"], **SMALL) as client:
         apart = int(await ask(client, Letter("who"), "mailbox-apart"))
         (volume,) = (await client._joined.session(10)).volumes

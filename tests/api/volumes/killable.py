@@ -26,11 +26,21 @@ from torchstore_core.server.memory.volume import Volume
 from torchstore_core.server.remote.attached import VolumeConnection
 from torchstore_core.server.server import Server, ServerOptions
 
-__all__ = ["LARGE", "MB", "VOLUMES", "Store", "connected", "data", "lost", "repaired", "store_of"]
+__all__ = [
+    "COPIER",
+    "LARGE",
+    "MB",
+    "VOLUMES",
+    "Store",
+    "connected",
+    "data",
+    "lost",
+    "repaired",
+    "store_of",
+]
 
 LARGE = 300_000
 COPIER = "torchstore_core.clients.copying"
-# A copier imports torch before it begins.
 REPAIRED_S = 60.0
 VOLUMES = 3
 MB = 1 << 20

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.api.volumes.killable import (
+    COPIER,
     LARGE,
     MB,
     REPAIRED_S,
@@ -129,22 +130,18 @@ async def test_the_command_waits_until_that_is_in_vain(
 
 
 @pytest.mark.parametrize(
-    ("module", "does", "says"),
+    ("does", "says"),
     [
-        # Not the server, but what copies for it imports torch, and asks which transports to use.
-        ("torch", "raise SystemExit(3)", "no copier has started beside volume"),
-        (
-            "sitecustomize",
-            "import os\nos.environ['TORCHSTORE_BLOCK'] = 'shm,tcp'",
-            "no transport can move",
-        ),
+        (f"if {COPIER!r} in sys.orig_argv: os._exit(3)", "no copier has started beside volume"),
+        # Not the server, but what copies for it asks which transports to use.
+        ("os.environ['TORCHSTORE_BLOCK'] = 'shm,tcp'", "no transport can move"),
     ],
     ids=["does not start", "cannot read"],
 )
 async def test_why_nothing_is_copied_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, does: str, says: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, says: str
 ) -> None:
-    (tmp_path / f"{module}.py").write_text(does)
+    (tmp_path / "sitecustomize.py").write_text(f"import os, sys\n{does}\n")
     paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
     async with running_store(num_storage_volumes=2, capacity=64 * MB, strategy="hash") as client:

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 from tests.api.volumes.killable import LARGE, MB, Store, connected, data, lost, repaired, store_of
-from tests.support import until
+from tests.support import has_loaded, until
 
 import torchstore_core as ts
 from torchstore_core.plugins.registry import Registry
@@ -126,6 +126,7 @@ async def test_whatever_is_killed_during_repair() -> None:
                 if count:
                     await until(copies_more, 30)
                 for copier in store.copiers():
+                    assert not has_loaded(copier.pid, "libtorch")  # 200 MB, for bytes
                     copier.send_signal(signal.SIGKILL)
             store.kill(await until(store.target, 30))
             await lost(client, 2)

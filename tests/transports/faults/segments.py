@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from torchstore_core.clients.transfer import executor
-from torchstore_core.clients.transfer.moves import Batch
+from torchstore_core.clients.moving import executor
+from torchstore_core.clients.moving.batches import Batch
 from torchstore_core.contracts.transport import (
     Copy,
     LinkContext,

@@ -26,7 +26,7 @@ from tests.transports.faults.segments import (
     volume_of_this_process,
 )
 
-from torchstore_core.clients.transfer import executor, staging
+from torchstore_core.clients.moving import executor, staging
 from torchstore_core.clients.transfer.moves import get_batches, put_batches
 from torchstore_core.clients.transfer.sources import prepare
 from torchstore_core.clients.transfer.targets import Results, resolve
@@ -191,7 +191,7 @@ async def test_what_was_mapped_stays_mapped(volume: Volume) -> None:
     link = await volume.link(Plain)
     mapped = await executor.by_link(link, batch)
     assert link.moved == 2 * MB
-    tensors = [tensor for one in mapped for _, tensor in one.tensors]
+    tensors = [tensor for one in mapped for _, tensor in one.values]
     assert len(tensors) == 2
     tensors += [target.tensor for target in targets if target.tensor is not None]
     assert all(torch.equal(one[:500], volume.memory[:500]) for one in tensors[:1])

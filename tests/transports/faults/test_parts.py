@@ -13,8 +13,9 @@ import torch
 from tests.support import until
 from tests.transports.faults.segments import MB, Plain, Volume, volume_of_this_process
 
-from torchstore_core.clients.transfer import executor
-from torchstore_core.clients.transfer.moves import Batch, get_batches, put_batches
+from torchstore_core.clients.moving import executor
+from torchstore_core.clients.moving.batches import Batch
+from torchstore_core.clients.transfer.moves import get_batches, put_batches
 from torchstore_core.clients.transfer.sources import prepare
 from torchstore_core.clients.transfer.targets import Results, resolve
 from torchstore_core.contracts.transport import Copy

@@ -27,7 +27,7 @@ async def test_only_the_transport_of_an_uncertain_write_is_ended(
     """The other half would be closed if it were told to end this client."""
     gate, held = tmp_path / "gate", tmp_path / "gate.held"
     monkeypatch.setenv(GATE, str(gate))
-    monkeypatch.setattr("torchstore_core.clients.transfer.executor._LEAST_S", 0.5)
+    monkeypatch.setattr("torchstore_core.clients.moving.executor._LEAST_S", 0.5)
     strategy = ts.SingletonStrategy(transport=("mailbox-apart", "mailbox"))
     async with running_store(strategy=strategy, **SMALL) as client:
         await ask(client, Letter("disconnect fails"))

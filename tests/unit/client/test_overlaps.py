@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from itertools import combinations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import torchstore_core as ts
+from torchstore_core.clients.transfer.targets import Plain, check_apart
 from torchstore_core.clients.values.overlaps import are_disjoint, find_overlap
+from torchstore_core.clients.values.tensors import tensor_at
+from torchstore_core.values import TensorMeta
+from torchstore_core.wire import messages as m
 
 _NUMEL = 48
 
@@ -79,3 +85,15 @@ def test_thousands_of_parts_of_one_tensor_are_not_compared_in_pairs():
         assert find_overlap(parts) is None
         parts.append(whole[7:9, 5_000:5_002])
         assert find_overlap(parts) is not None
+
+
+def test_of_a_tensor_that_gave_its_memory_back_that_is_said():
+    """Somebody else may have the memory by now: then it is not what overlaps."""
+    shrunk = torch.ones(40, 40)
+    shrunk.untyped_storage().resize_(4)
+    other = tensor_at(shrunk.data_ptr() + 64, (40, 40), torch.float32)  # nobody touches it
+    meta = TensorMeta("float32", (40, 40))
+    entry = m.Entry(1, meta, other.nbytes, None, m.Grant(0, 0, 0))
+    plain = [Plain(at, at, f"k{at}", entry, meta, one) for at, one in enumerate((other, shrunk))]
+    with pytest.raises(ts.UnsupportedValueError, match=r"'k1'.*storage.*was freed or shrunk"):
+        check_apart([], plain)

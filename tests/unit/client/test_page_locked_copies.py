@@ -11,7 +11,7 @@ import contextlib
 import mmap
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,9 +19,13 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+from torchstore_core.clients.moving.batches import CopyPlan, Move
+from torchstore_core.clients.moving.staging import adapt
+from torchstore_core.clients.moving.windows import by_window
 from torchstore_core.clients.transfer import cuda
-from torchstore_core.clients.transfer.moves import PutBatch, TensorMove
-from torchstore_core.clients.transfer.staging import CopyPlan, adapt
+from torchstore_core.clients.transfer.moves import PutBatch
+from torchstore_core.clients.transfer.tensor_moves import StagedTensor, TensorBatch, TensorMove
+from torchstore_core.clients.values.tensors import tensor_at
 from torchstore_core.contracts.transport import Copy, Window
 
 UNIT = 1 << 16
@@ -127,7 +131,8 @@ async def test_what_is_queued_on_a_device_ends_before_a_link_reaches_it(
     batch = PutBatch(0, 0, [], [])
     batch.prepared = plan = CopyPlan()
     plan.copies = [Copy(4096, 0, 0, 8, device="cuda:0")]
-    plan.direct = [(4096, TensorMove("k", tensor, 0, (1,), torch.uint8)) for tensor in tensors]
+    moves = [TensorMove("k", tensor, 0, (1,), torch.uint8) for tensor in tensors]
+    plan.direct = [(range(4096, 4104), move) for move in moves]
     await adapt(plan, batch, rows=True, devices=frozenset(("cuda",)))
     assert [device for device, _ in sorted(done, key=str)] == devices
     assert all(thread != here for _, thread in done)  # the event loop goes on meanwhile
@@ -225,3 +230,74 @@ def test_a_refusal_to_page_lock_is_said_once_and_not_raised_by_a_kernel(segment)
     assert [one.category for one in said] == [RuntimeWarning]
     assert driver.slow
     assert not driver.fast
+
+
+class _Moves(TensorBatch):
+    """A batch of moves that have been planned."""
+
+    volume = segment = 0
+    on_device = True
+
+    def __init__(self, moves: list[TensorMove], *, into: bool) -> None:
+        self.into_segment = into
+        self.nbytes = sum([move.tensor.nbytes for move in moves])
+        self._moves = moves
+
+    def moves(self, room: int | None) -> Iterator[Move]:
+        yield from self._moves
+
+
+class _Windowed:
+    """A link whose window is the segment."""
+
+    def __init__(self, segment: torch.Tensor) -> None:
+        self._window = Window(segment.data_ptr(), segment.nbytes)
+
+    def window(self, segment: int) -> Window:
+        return self._window
+
+    def prepare(self, segment: int, offset: int, nbytes: int, *, fresh: bool) -> None:
+        pass
+
+
+async def test_moves_of_a_device_are_made_together_in_both_directions(segment):
+    values = [VALUE[:9].clone(), VALUE[9:20].clone()]
+    link: Any = _Windowed(segment)
+
+    def moves(on_device: list[OnDevice]) -> list[TensorMove]:
+        places = zip(on_device, (UNIT, 3 * UNIT), strict=True)
+        return [TensorMove("k", one, at, tuple(one.shape), torch.float32) for one, at in places]
+
+    await by_window(link, _Moves(moves([OnDevice(value) for value in values]), into=True))
+    assert torch.equal(_stored(segment, UNIT, values[0]), values[0])
+    back = [OnDevice(torch.zeros_like(value)) for value in values]
+    await by_window(link, _Moves(moves(back), into=False))
+    for one, value in zip(back, values, strict=True):
+        assert torch.equal(one.values, value)
+
+
+async def test_what_is_staged_for_a_device_is_copied_in_both_directions():
+    source = OnDevice(VALUE.clone())
+    staged = StagedTensor("k", source, torch.zeros_like(VALUE))
+    assert staged.on_device
+    await staged.on_devices([staged], pack=True)
+    assert torch.equal(staged.memory, VALUE)
+    source.values.zero_()
+    await staged.on_devices([staged], pack=False)
+    assert torch.equal(source.values, VALUE)
+
+
+async def test_what_a_link_was_to_reach_on_a_device_is_staged_for_one_that_cannot():
+    """Of two tensors, those bytes of each that have not arrived."""
+    tensors = [torch.arange(100), torch.arange(100, 200)]
+    batch = _Moves([], into=True)
+    plan = CopyPlan()
+    for tensor in tensors:
+        start = tensor.data_ptr()
+        move = TensorMove("k", tensor, 0, (100,), torch.int64)
+        plan.direct.append((range(start, start + 800), move))
+        plan.copies.append(Copy(start + 80, 0, 640, 40, device="cuda:0"))
+    await adapt(plan, batch, rows=True, devices=frozenset())
+    assert [(one.offset, one.nbytes, one.device) for one in plan.copies] == [(640, 40, "")] * 2
+    for one, tensor in zip(plan.copies, tensors, strict=True):
+        assert torch.equal(tensor_at(one.address, (5,), torch.int64), tensor[10:15])

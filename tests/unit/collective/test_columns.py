@@ -12,7 +12,7 @@ from msgspec import structs
 from tests.unit.collective.ranks import Rank, a_store, content, tensor, used
 from tests.unit.server.test_controller import HERE, facts
 
-from torchstore_core.clients.transfer.columns.gets import entries_of
+from torchstore_core.clients.moving.entries import entries_of
 from torchstore_core.errors import KeyNotFoundError, ProtocolError
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.items import one_by_one

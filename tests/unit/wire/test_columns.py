@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchstore_core.clients.transfer.columns.gets import entries_of
+from torchstore_core.clients.moving.entries import entries_of
 from torchstore_core.errors import ProtocolError
 from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.values import TensorMeta

@@ -281,25 +281,10 @@ async def connect(
     """
     timeout = starting.check(1, store_name, None, None, timeout)
     address = environment.as_address(address)
-    before = table.known(store_name)
-    if before is not None and before.runtime is not None and before.address != address:
-        raise ConfigurationError(
-            f"this process owns a store {store_name!r}; give the other one another store_name"
-        )
     allow_pickle = environment.allows_pickle(allow_pickle)
     policy = Policy.make(prefer, block)
-    if before is not None and before.leads_to(address, policy):
-        # The same store again: earlier clients of it remain unchanged.
-        await before.session(timeout)
-        return Client(before, timeout=timeout, allow_pickle=allow_pickle)
-    runtime = before.runtime if before is not None else None
-    store = JoinedStore(store_name, address, policy, timeout, allow_pickle, runtime)
-    store.connected = runtime is None
-    await store.session(timeout)
-    kept = table.join(store, before)
-    if kept is store:
-        return Client(store)
-    return Client(kept, timeout=timeout, allow_pickle=allow_pickle)
+    store = await table.connect(address, store_name, policy, timeout, allow_pickle)
+    return Client(store, timeout=timeout, allow_pickle=allow_pickle)
 
 
 async def connect_or_initialize(

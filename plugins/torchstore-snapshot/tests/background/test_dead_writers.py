@@ -13,8 +13,8 @@ from tests.support import SMALL
 from torchstore_core import blocking
 from torchstore_core.errors import StoreClosedError
 from torchstore_snapshot import Series, Snapshot, SnapshotWriterError, StateDict, gc
-from torchstore_snapshot.background.job import STORE, _wait_released
 from torchstore_snapshot.background.process import the_writer
+from torchstore_snapshot.background.staged import STORE, wait_released
 from torchstore_snapshot.background.stores import own_name
 
 
@@ -67,4 +67,4 @@ def test_a_store_may_end_when_everything_was_read() -> None:
     blocking.shutdown("ends")
     with pytest.raises(StoreClosedError):
         blocking.connect(address, store_name=STORE)
-    _wait_released(address)
+    wait_released(address, 10)

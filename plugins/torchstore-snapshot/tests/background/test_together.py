@@ -14,11 +14,11 @@ import torch
 from torchstore_snapshot import RankFailedError, Snapshot, StateDict, TakeLostError
 from torchstore_snapshot.background import rendezvous
 from torchstore_snapshot.background.rendezvous import commit_together, report_failure
+from torchstore_snapshot.committing.merging import Part
 from torchstore_snapshot.format.manifest import DataFile
 from torchstore_snapshot.format.paths import new_take_id
 from torchstore_snapshot.series.claims import Claim
 from torchstore_snapshot.storage.opening import open_storage
-from torchstore_snapshot.taking.merging import Part
 from torchstore_snapshot.taking.take import TakeOptions, commit
 
 OPTIONS = TakeOptions(overwrite=True, fsync=False)

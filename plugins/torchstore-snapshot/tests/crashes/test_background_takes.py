@@ -25,7 +25,7 @@ import torchstore_core as ts
 from torchstore_snapshot import Snapshot, StateDict, gc
 from torchstore_snapshot.api.stateful import AppState
 from torchstore_snapshot.background import messages as m
-from torchstore_snapshot.background.job import STORE
+from torchstore_snapshot.background.staged import STORE
 from torchstore_snapshot.background.staging import PREFIX, begin_message
 from torchstore_snapshot.background.writer import _Program, _serve
 from torchstore_snapshot.format.paths import MANIFEST

@@ -372,7 +372,8 @@ class SupportsWindow(Protocol):
 
 
 class Memory(NamedTuple):
-    """Host memory that copies may lie in: ``nbytes`` bytes at ``address``, the storage of a tensor.
+    """Host memory that copies may lie in: ``nbytes`` bytes at ``address``, such as the storage of a
+    tensor.
 
     ``owner`` can be weakly referenced, and dies with the memory. While it lives, it may also give
     the memory back and get other memory, even at the same address, which the library

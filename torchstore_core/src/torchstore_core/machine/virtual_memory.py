@@ -39,6 +39,12 @@ _madvise = _libc.madvise
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _fallocate = _libc.fallocate
 _fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+_malloc = _libc.malloc
+_malloc.restype = ctypes.c_void_p
+_malloc.argtypes = [ctypes.c_size_t]
+_free = _libc.free
+_free.argtypes = [ctypes.c_void_p]
+_free.restype = None
 _PUNCH_HOLE_KEEP_SIZE = 3
 _FAILED = ctypes.c_void_p(-1).value
 _before_unmap: list[Callable[[int, int], None]] = []
@@ -137,3 +143,18 @@ def map_private(fd: int, offset: int, nbytes: int) -> tuple[int, int, object]:
     forgets = weakref.ref(block, functools.partial(_mapped.pop, number))
     _mapped[number] = forgets, _Block(block, functools.partial(_munmap, address, size))
     return address + before, before, block
+
+
+def allocate(nbytes: int) -> tuple[int, object]:
+    """Return memory that nobody has filled: ``(address, block)``. The block is a writable buffer,
+    as that of :func:`map_private`.
+
+    Raises:
+        MemoryError: there is not so much.
+    """
+    address: int | None = _malloc(nbytes)
+    if address is None:
+        raise MemoryError(f"{nbytes:,} bytes")
+    block = (ctypes.c_char * nbytes).from_address(address)
+    weakref.finalize(block, _free, address).atexit = False
+    return address, block

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 import torchstore_core as ts
-from torchstore_core.clients.transfer.columns.gets import entries_of
-from torchstore_core.clients.transfer.gets import Leasing
+from torchstore_core.clients.moving.entries import entries_of
+from torchstore_core.clients.moving.leasing import Leasing
 from torchstore_core.clients.values import nesting
 from torchstore_core.clients.values.sharding import ShardList
 from torchstore_core.clients.values.tensors import dtype_of

@@ -13,6 +13,7 @@ from torchstore_core.errors import ConfigurationError, TorchStoreError
 from torchstore_snapshot.api.pending import PendingSnapshot
 from torchstore_snapshot.api.snapshot import Snapshot
 from torchstore_snapshot.api.stateful import AppState
+from torchstore_snapshot.committing.options import NEWEST
 from torchstore_snapshot.errors import SnapshotFormatError, SnapshotNotFoundError
 from torchstore_snapshot.format.paths import check_file_name
 from torchstore_snapshot.ranks import Ranks
@@ -21,7 +22,6 @@ from torchstore_snapshot.series.gc import GcReport, gc
 from torchstore_snapshot.series.survey import Place, survey
 from torchstore_snapshot.storage.opening import path_text
 from torchstore_snapshot.storage.settings import using
-from torchstore_snapshot.taking.preparing import NEWEST
 
 __all__ = ["Series"]
 

@@ -14,6 +14,7 @@ from torchstore_core.values import TensorSlice
 from torchstore_snapshot.api.pending import PendingSnapshot
 from torchstore_snapshot.api.stateful import AppState
 from torchstore_snapshot.background.staging import allowed, begin
+from torchstore_snapshot.committing.options import TakeOptions
 from torchstore_snapshot.errors import SnapshotCorruptError
 from torchstore_snapshot.format.manifest import Entry, Manifest
 from torchstore_snapshot.progress import Progress
@@ -23,7 +24,7 @@ from torchstore_snapshot.restoring.restore import Verify, VerifyNew
 from torchstore_snapshot.restoring.verifying import verify_all
 from torchstore_snapshot.storage.opening import open_storage, path_text, read_manifest
 from torchstore_snapshot.storage.settings import using
-from torchstore_snapshot.taking.preparing import TakeOptions, agree
+from torchstore_snapshot.taking.preparing import agree
 from torchstore_snapshot.taking.take import take
 
 if TYPE_CHECKING:

@@ -27,12 +27,13 @@ from torchstore_snapshot.api.shards import (
     shards_of,
 )
 from torchstore_snapshot.api.snapshot import Snapshot
+from torchstore_snapshot.committing.options import TakeOptions
 from torchstore_snapshot.errors import SnapshotNotFoundError
 from torchstore_snapshot.format.manifest import Manifest, StoredKey
 from torchstore_snapshot.stopping import in_thread
 from torchstore_snapshot.storage.opening import open_storage, path_text, read_manifest
 from torchstore_snapshot.storage.settings import using
-from torchstore_snapshot.taking.take import TakeOptions, take_values
+from torchstore_snapshot.taking.take import take_values
 
 __all__ = ["load_into_store", "snapshot_store"]
 

@@ -10,14 +10,14 @@ from functools import cached_property
 from typing import Protocol
 
 import msgspec
-import torch
 
-import torchstore_core.blocking as ts
-from torchstore_core.clients.calls import thread_loops
-from torchstore_core.clients.calls.base import wait_released
 from torchstore_core.errors import StoreClosedError, TorchStoreError
 from torchstore_snapshot.background import messages as m
+from torchstore_snapshot.background import staged
 from torchstore_snapshot.background.rendezvous import commit_together, report_failure
+from torchstore_snapshot.committing.files import OpenFiles, Source
+from torchstore_snapshot.committing.merging import Part
+from torchstore_snapshot.committing.options import TakeOptions
 from torchstore_snapshot.errors import (
     SnapshotError,
     SnapshotNotFoundError,
@@ -30,14 +30,9 @@ from torchstore_snapshot.series.claims import Claim, give_up, withdraw
 from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.storage.gathering import SHORT_STEP
 from torchstore_snapshot.storage.opening import read_manifest
-from torchstore_snapshot.taking.merging import Part
-from torchstore_snapshot.taking.take import TakeOptions
-from torchstore_snapshot.taking.writing import OpenFiles, Source, bytes_of
 
-__all__ = ["STORE", "Owner", "WrittenTake"]
+__all__ = ["Owner", "WrittenTake"]
 
-#: The name that the writer has for stores in which takes are staged.
-STORE = "staged"
 # Seconds between two messages about progress.
 _NEWS_S = 0.1
 # Seconds that a server may need to take memory back before the take goes on without it.
@@ -92,7 +87,7 @@ class WrittenTake:
                 # as soon as they are read, large ones when they are gone: with the memory of the
                 # small ones in use again, the next large ones would not fit into what is left. So
                 # all of it is given back in one step.
-                _wait_released(message.address)
+                staged.wait_released(message.address, _RELEASE_S)
                 self._program.release(message)
                 m.send(self._connection, m.Wrote(message.job))
             case m.Finish():
@@ -130,14 +125,14 @@ class WrittenTake:
     def _write(self, batch: m.Batch) -> None:
         _, files = self._opened()
         try:
-            staged = ts.connect(batch.address, store_name=STORE).get_state_dict(batch.key)
+            found = staged.read(batch.address, batch.key)
         except StoreClosedError as error:
             raise SnapshotWriterError(
                 f"the store in which the snapshot {self._join.url!r} was staged has ended before "
                 "everything was written; the take is not committed, take the snapshot again",
                 details={"path": self._join.url},
             ) from error
-        files.write(_sources(batch, staged))
+        files.write(_sources(batch, found))
 
     def _finish(self) -> None:
         begin, files = self._opened()
@@ -199,14 +194,7 @@ class WrittenTake:
             return True
 
 
-def _wait_released(address: str) -> None:
-    """Wait until nothing in the store is leased any more that was written."""
-    with contextlib.suppress(TorchStoreError):  # the store has ended; what was read is written
-        client = ts.connect(address, store_name=STORE)
-        thread_loops.run(wait_released(client._client, _RELEASE_S), "async_take")
-
-
-def _sources(batch: m.Batch, staged: dict[str, torch.Tensor]) -> list[Source]:
+def _sources(batch: m.Batch, found: dict[str, memoryview]) -> list[Source]:
     """What is in a batch. Ranges of a tensor that follow each other are one source: where one ends
     and the next begins may be anywhere in a block.
     """
@@ -214,10 +202,10 @@ def _sources(batch: m.Batch, staged: dict[str, torch.Tensor]) -> list[Source]:
     parts: list[memoryview] = []
     at = (-1, -1, -1)
     for number, chunk in enumerate(batch.chunks):
-        data = bytes_of(str(number), staged[str(number)])
+        data = found[str(number)]
         if at != (chunk.file, chunk.unit, chunk.begin):
             parts = []
-            sources.append(Source(chunk.file, chunk.unit, chunk.begin, parts, staged))
+            sources.append(Source(chunk.file, chunk.unit, chunk.begin, parts))
         parts.append(data)
         at = chunk.file, chunk.unit, chunk.begin + data.nbytes
     return sources

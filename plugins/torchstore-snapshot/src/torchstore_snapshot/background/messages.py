@@ -10,12 +10,12 @@ import msgspec
 
 from torchstore_core.errors import TorchStoreError, from_wire
 from torchstore_snapshot import errors as own_errors
+from torchstore_snapshot.committing.merging import Part
 from torchstore_snapshot.errors import SnapshotError
 from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.storage.opening import open_storage
 from torchstore_snapshot.storage.remote import set_environment
 from torchstore_snapshot.storage.settings import Settings, using
-from torchstore_snapshot.taking.merging import Part
 
 __all__ = ["Abandon", "Advanced", "Batch", "Begin", "Chunk", "Done", "Failed", "Finish", "Join"]
 __all__ += ["NewFile", "Wrote", "from_writer", "receive", "send", "to_writer"]

@@ -15,6 +15,9 @@ from contextlib import AbstractContextManager, nullcontext
 
 import msgspec
 
+from torchstore_snapshot.committing.merging import Part
+from torchstore_snapshot.committing.options import TakeOptions
+from torchstore_snapshot.committing.publishing import commit
 from torchstore_snapshot.errors import (
     RankFailedError,
     SnapshotCorruptError,
@@ -26,8 +29,6 @@ from torchstore_snapshot.format.paths import MANIFEST, claim_file, part_file, ta
 from torchstore_snapshot.series.claims import Claim, require
 from torchstore_snapshot.storage.base import FileInfo, Storage
 from torchstore_snapshot.storage.opening import read_manifest
-from torchstore_snapshot.taking.merging import Part
-from torchstore_snapshot.taking.take import TakeOptions, commit
 
 __all__ = ["commit_together", "rank_0_was_late", "report_failure"]
 
@@ -97,7 +98,7 @@ def commit_together(
         RankFailedError: another rank failed, or took too long.
         TakeLostError: the take was given up by a garbage collection.
         SnapshotExistsError, LayoutMismatchError, OSError: as for
-            :func:`~torchstore_snapshot.taking.take.commit`.
+            :func:`~torchstore_snapshot.committing.publishing.commit`.
     """
     committing = committing or nullcontext()
     if size == 1:

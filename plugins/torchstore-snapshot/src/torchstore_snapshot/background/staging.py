@@ -30,7 +30,7 @@ from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.storage.opening import open_storage
 from torchstore_snapshot.storage.remote import RemoteStorage, environment
 from torchstore_snapshot.storage.settings import Settings, current, settings_for, using
-from torchstore_snapshot.taking.merging import part_of
+from torchstore_snapshot.taking.parts import part_of
 from torchstore_snapshot.taking.preparing import Agreed, Prepared, plan
 
 __all__ = ["PREFIX", "allowed", "available_memory", "begin", "begin_message", "warm_up"]

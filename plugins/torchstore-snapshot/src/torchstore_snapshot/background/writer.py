@@ -15,10 +15,10 @@ import socket
 import sys
 import threading
 
-import torchstore_core.blocking as ts
 from torchstore_core.errors import TorchStoreError
 from torchstore_snapshot.background import messages as m
-from torchstore_snapshot.background.job import STORE, WrittenTake
+from torchstore_snapshot.background import staged
+from torchstore_snapshot.background.job import WrittenTake
 from torchstore_snapshot.background.rendezvous import rank_0_was_late, report_failure
 from torchstore_snapshot.errors import SnapshotError, SnapshotUndecidedError
 
@@ -71,7 +71,7 @@ class _Program:
         if batch.key in self._staged:
             # The store has ended, too, or the other thread was sooner.
             with contextlib.suppress(TorchStoreError, OSError):
-                ts.connect(batch.address, store_name=STORE).delete(batch.key)
+                staged.delete(batch.address, batch.key)
             self._staged.pop(batch.key, None)
 
     def bury(self) -> None:

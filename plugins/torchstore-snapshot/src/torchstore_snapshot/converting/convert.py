@@ -12,6 +12,7 @@ import msgspec
 
 from torchstore_core.clients.calls.arguments import check_bools
 from torchstore_core.errors import ConfigurationError, LayoutMismatchError
+from torchstore_snapshot.committing.options import TakeOptions
 from torchstore_snapshot.converting.dcp_folders import from_dcp, to_dcp
 from torchstore_snapshot.converting.kinds import KINDS, Kind, detect
 from torchstore_snapshot.converting.safetensors_folders import from_safetensors, to_safetensors
@@ -26,7 +27,6 @@ from torchstore_snapshot.storage.local import LocalStorage, make_folders
 from torchstore_snapshot.storage.naming import naming_local, no_folder
 from torchstore_snapshot.storage.opening import is_remote, open_storage, path_text, read_manifest
 from torchstore_snapshot.storage.settings import using
-from torchstore_snapshot.taking.take import TakeOptions
 
 __all__ = ["Converted", "convert"]
 

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import (
 
 from torchstore_core import boxes
 from torchstore_core.clients.values.tensors import dtype_name
+from torchstore_snapshot.committing.options import TakeOptions
 from torchstore_snapshot.converting.dcp_metadata import read_metadata
 from torchstore_snapshot.converting.incoming import Member, chunk, tensor_item, write_parts
 from torchstore_snapshot.converting.kinds import DCP_METADATA
@@ -42,7 +43,6 @@ from torchstore_snapshot.format.manifest import Entry, Manifest
 from torchstore_snapshot.restoring.files import Files
 from torchstore_snapshot.restoring.reading import empty_for, execute, plan_reads
 from torchstore_snapshot.taking.collecting import Item
-from torchstore_snapshot.taking.take import TakeOptions
 
 __all__ = ["from_dcp", "to_dcp"]
 

@@ -12,6 +12,15 @@ import torch
 from torchstore_core.clients.values.tensors import dtype_of, storable
 from torchstore_core.errors import LayoutMismatchError
 from torchstore_core.values import TensorMeta, TensorSlice
+from torchstore_snapshot.committing.files import OpenFiles, Source
+from torchstore_snapshot.committing.merging import Part, merge
+from torchstore_snapshot.committing.options import TakeOptions
+from torchstore_snapshot.committing.publishing import publish
+from torchstore_snapshot.committing.replacing import (
+    never_visible,
+    refuse_existing,
+    refuse_foreign_maps,
+)
 from torchstore_snapshot.errors import SnapshotCorruptError
 from torchstore_snapshot.format.manifest import Entry, Manifest
 from torchstore_snapshot.format.paths import new_take_id
@@ -19,11 +28,9 @@ from torchstore_snapshot.series.claims import Claim
 from torchstore_snapshot.storage.local import LocalReader
 from torchstore_snapshot.storage.opening import open_storage
 from torchstore_snapshot.taking.collecting import Item, LocalPiece
-from torchstore_snapshot.taking.merging import Part, merge, part_of
+from torchstore_snapshot.taking.parts import maps_of, part_of
 from torchstore_snapshot.taking.planning import INLINE_MAX, Unit, plan_files
-from torchstore_snapshot.taking.replacing import maps_of, never_visible, refuse_foreign_maps
-from torchstore_snapshot.taking.take import TakeOptions, publish, refuse_existing
-from torchstore_snapshot.taking.writing import OpenFiles, Source, bytes_of
+from torchstore_snapshot.taking.strided import data_of
 
 __all__ = ["Load", "Member", "chunk", "loaded_from", "tensor_item", "write_parts"]
 
@@ -227,9 +234,7 @@ def _source(member: Member, unit: Unit, index: int, position: int) -> Source:
                 key=path,
             )
         tensor = storable(path, found)
-        if tensor.is_cpu and tensor.is_contiguous():
-            return Source(index, position, 0, bytes_of(path, tensor), tensor)
-        return Source(index, position, 0, tensor)
+        return Source(index, position, 0, data_of(path, tensor), tensor)
     if nbytes != planned.nbytes:
         raise SnapshotCorruptError(
             f"{path!r} has {nbytes} bytes, and not {planned.nbytes} as its metadata say", key=path

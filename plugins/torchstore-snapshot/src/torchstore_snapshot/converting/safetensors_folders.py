@@ -13,6 +13,8 @@ import msgspec
 
 from torchstore_core import boxes
 from torchstore_core.errors import LayoutMismatchError, UnsupportedValueError
+from torchstore_snapshot.committing.files import OpenFiles, Source
+from torchstore_snapshot.committing.options import TakeOptions
 from torchstore_snapshot.converting.incoming import (
     Member,
     chunk,
@@ -27,8 +29,7 @@ from torchstore_snapshot.format.safetensors_files import DTYPES, RESERVED, Store
 from torchstore_snapshot.restoring.files import Files
 from torchstore_snapshot.restoring.reading import empty_for, execute, plan_reads
 from torchstore_snapshot.storage.local import LocalReader, LocalStorage
-from torchstore_snapshot.taking.take import TakeOptions
-from torchstore_snapshot.taking.writing import OpenFiles, Source, bytes_of
+from torchstore_snapshot.taking.strided import bytes_of
 
 __all__ = ["from_safetensors", "to_safetensors"]
 

@@ -22,6 +22,7 @@ import torch
 
 from torchstore_core.clients.values import nesting
 from torchstore_core.errors import UnsafeObjectError
+from torchstore_snapshot.committing.options import TakeOptions
 from torchstore_snapshot.converting.incoming import (
     Load,
     Member,
@@ -36,7 +37,6 @@ from torchstore_snapshot.errors import SnapshotCorruptError, SnapshotFormatError
 from torchstore_snapshot.format.manifest import Manifest
 from torchstore_snapshot.storage.local import LocalReader
 from torchstore_snapshot.taking.collecting import Item, LocalPiece
-from torchstore_snapshot.taking.take import TakeOptions
 
 __all__ = ["from_torchsnapshot"]
 

@@ -28,7 +28,7 @@ from torchstore_snapshot.dcp.reading import load_values
 from torchstore_snapshot.format.manifest import Entries, Manifest, ObjectEntry
 from torchstore_snapshot.restoring.files import Files
 from torchstore_snapshot.restoring.reading import empty_for, execute, plan_reads, read_piece
-from torchstore_snapshot.taking.writing import bytes_of
+from torchstore_snapshot.taking.strided import bytes_of
 
 __all__ = ["to_torchsnapshot"]
 

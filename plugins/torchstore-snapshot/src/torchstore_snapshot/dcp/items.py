@@ -15,12 +15,13 @@ from torchstore_core import boxes
 from torchstore_core.clients.values.tensors import dtype_name, storable
 from torchstore_core.errors import LayoutMismatchError
 from torchstore_core.values import TensorSlice
+from torchstore_snapshot.committing.files import Source
 from torchstore_snapshot.format.file_headers import header_digest
 from torchstore_snapshot.format.hashes import BLOCK, Digest
 from torchstore_snapshot.format.manifest import DataFile, Entry, ObjectEntry, Piece, TensorEntry
 from torchstore_snapshot.taking.collecting import Item, LocalPiece
 from torchstore_snapshot.taking.planning import PlannedFile
-from torchstore_snapshot.taking.writing import Source, bytes_of
+from torchstore_snapshot.taking.strided import data_of
 
 __all__ = ["Written", "entry_of", "planned", "resolved", "results_of", "sources_of", "whole"]
 
@@ -102,11 +103,8 @@ def sources_of(
                 yield Source(index, position, 0, memoryview(items[unit.item].data))
                 continue
             tensor = resolved(planner, members[unit.item])
-            if tensor.is_cpu and tensor.is_contiguous():
-                memory = bytes_of(members[unit.item].index.fqn, tensor)
-                yield Source(index, position, 0, memory, tensor)
-            else:
-                yield Source(index, position, 0, tensor)
+            data = data_of(members[unit.item].index.fqn, tensor)
+            yield Source(index, position, 0, data, tensor)
 
 
 def results_of(

@@ -15,6 +15,10 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from torchstore_core.errors import ConfigurationError, TorchStoreError
+from torchstore_snapshot.committing.files import OpenFiles
+from torchstore_snapshot.committing.options import TakeOptions
+from torchstore_snapshot.committing.publishing import publish
+from torchstore_snapshot.committing.replacing import refuse_existing, refuse_foreign_maps
 from torchstore_snapshot.dcp.items import (
     Written,
     entry_of,
@@ -37,10 +41,8 @@ from torchstore_snapshot.storage.opening import path_text
 from torchstore_snapshot.storage.remote import RemoteStorage
 from torchstore_snapshot.storage.settings import using
 from torchstore_snapshot.taking.collecting import Item
+from torchstore_snapshot.taking.parts import maps_of
 from torchstore_snapshot.taking.planning import INLINE_MAX, Unit, plan_files
-from torchstore_snapshot.taking.replacing import maps_of, refuse_foreign_maps
-from torchstore_snapshot.taking.take import TakeOptions, publish, refuse_existing
-from torchstore_snapshot.taking.writing import OpenFiles
 
 __all__ = ["SnapshotStorageWriter"]
 

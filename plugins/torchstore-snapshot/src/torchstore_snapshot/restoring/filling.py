@@ -21,7 +21,7 @@ from torchstore_snapshot.restoring.fetching import Fetched
 from torchstore_snapshot.restoring.files import Files, Rows, adjacent
 from torchstore_snapshot.restoring.hashing import hashes_of
 from torchstore_snapshot.restoring.mappings import address_of
-from torchstore_snapshot.taking.writing import bytes_of
+from torchstore_snapshot.taking.strided import bytes_of
 from torchstore_snapshot.threads import task_size
 
 __all__ = ["Read", "fills", "strides_of", "tasks"]

@@ -5,7 +5,7 @@ Pure: every rank plans alone, from what all ranks have told each other, with the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -13,6 +13,7 @@ import msgspec
 from torchstore_core import boxes
 from torchstore_core.errors import LayoutMismatchError
 from torchstore_core.machine.copying import copy_threads
+from torchstore_snapshot.committing.merging import check_complete
 from torchstore_snapshot.format.paths import data_file
 from torchstore_snapshot.format.safetensors_files import (
     RESERVED,
@@ -23,7 +24,7 @@ from torchstore_snapshot.format.safetensors_files import (
 )
 from torchstore_snapshot.taking.collecting import Item, LocalPiece
 
-__all__ = ["INLINE_MAX", "Holding", "PlannedFile", "Unit", "check_complete", "holdings"]
+__all__ = ["INLINE_MAX", "Holding", "PlannedFile", "Unit", "holdings"]
 __all__ += ["plan_files", "split_work"]
 
 #: Values that are not tensors and take up to this many bytes are part of the manifest.
@@ -148,20 +149,6 @@ def split_work(
                 mine.discard(key)
                 units.append(Unit(index, number))
     return units
-
-
-def check_complete(path: str, shape: tuple[int, ...], found: Collection[boxes.Box]) -> None:
-    """Raise LayoutMismatchError if boxes do not cover a tensor of this shape."""
-    whole = boxes.whole(shape)
-    gaps = [] if whole in found else boxes.missing(whole, list(found))
-    if gaps:
-        listed = ", ".join(f"{list(box.shape)} at {list(box.offset)}" for box in gaps[:3])
-        raise LayoutMismatchError(
-            f"{path!r}: no rank has {listed} of {list(shape)}; all ranks of a sharded tensor must "
-            "take part in the snapshot",
-            key=path,
-            details={"missing": [[list(box.offset), list(box.shape)] for box in gaps]},
-        )
 
 
 def plan_files(

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
-import torch
 
 from torchstore_snapshot.format.hashes import BLOCK, block_hash, blocks, combined
 from torchstore_snapshot.format.manifest import DataFile, Manifest, ObjectEntry, Piece
@@ -15,7 +14,7 @@ from torchstore_snapshot.series.survey import folder_name
 from torchstore_snapshot.storage.base import FileInfo, Storage
 from torchstore_snapshot.taking.collecting import Item
 from torchstore_snapshot.taking.planning import Unit
-from torchstore_snapshot.taking.strided import hash_strided
+from torchstore_snapshot.taking.strided import Strided
 from torchstore_snapshot.taking.writing import source_of
 from torchstore_snapshot.threads import run_tasks
 
@@ -112,8 +111,8 @@ def _digests(items: Sequence[Item], units: Sequence[Unit]) -> list[str]:
     def tasks() -> Iterator[Callable[[], None]]:
         for unit, hashes in zip(units, found, strict=True):
             data = source_of(items[unit.item], unit)
-            if isinstance(data, torch.Tensor):
-                yield partial(hash_strided, data, hashes)
+            if isinstance(data, Strided):
+                yield partial(data.write, None, 0, hashes)
                 continue
             spans = list(blocks(data.nbytes))
             hashes.extend([b""] * len(spans))

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from torchstore_core.clients.values.tensors import address_of, byte_like
+from torchstore_snapshot.committing.files import Scattered
 from torchstore_snapshot.format.hashes import BLOCK, block_hash
 from torchstore_snapshot.storage.base import Writer
 
-__all__ = ["bytes_of", "hash_strided", "write_strided"]
+__all__ = ["Strided", "bytes_of", "data_of"]
 
 
 def bytes_of(path: str, tensor: torch.Tensor) -> memoryview:
@@ -24,24 +25,33 @@ def bytes_of(path: str, tensor: torch.Tensor) -> memoryview:
     return memoryview(raw).cast("B")
 
 
-def write_strided(
-    writer: Writer | None, start: int, tensor: torch.Tensor, digests: list[bytes]
-) -> None:
-    """Write a tensor through a buffer of about one block."""
-    pending = bytearray()
-    for rows in _groups_of_rows(tensor):
-        packed = byte_like(rows).cpu().contiguous()
-        pending += bytes_of("", packed)
-        while len(pending) >= BLOCK:
-            start = _write_block(writer, start, pending, BLOCK, digests)
-        del packed
-    if pending or not digests:
-        _write_block(writer, start, pending, len(pending), digests)
+def data_of(path: str, tensor: torch.Tensor) -> memoryview | Strided:
+    """Return the bytes of a tensor: its memory, if they lie there. The caller keeps it alive."""
+    if tensor.is_cpu and tensor.is_contiguous():
+        return bytes_of(path, tensor)
+    return Strided(tensor)
 
 
-def hash_strided(tensor: torch.Tensor, digests: list[bytes]) -> None:
-    """Append the hashes of a tensor's blocks, which are the same as when it is written."""
-    write_strided(None, 0, tensor, digests)
+class Strided(Scattered):
+    """A tensor of any strides, on any device. It is written through a buffer of about one block."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self._tensor.nbytes
+
+    def write(self, writer: Writer | None, start: int, digests: list[bytes]) -> None:
+        pending = bytearray()
+        for rows in _groups_of_rows(self._tensor):
+            packed = byte_like(rows).cpu().contiguous()
+            pending += bytes_of("", packed)
+            while len(pending) >= BLOCK:
+                start = _write_block(writer, start, pending, BLOCK, digests)
+            del packed
+        if pending or not digests:
+            _write_block(writer, start, pending, len(pending), digests)
 
 
 def _write_block(

@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from typing import Any
 
 import msgspec
 
 from torchstore_snapshot.api.stateful import AppState
+from torchstore_snapshot.committing.merging import Part
+from torchstore_snapshot.committing.options import TakeOptions
+from torchstore_snapshot.committing.publishing import commit, publish
+from torchstore_snapshot.committing.replacing import (
+    never_visible,
+    refuse_existing,
+    refuse_foreign_maps,
+)
 from torchstore_snapshot.errors import RankFailedError
-from torchstore_snapshot.format.manifest import Manifest, StoredKey
+from torchstore_snapshot.format.manifest import StoredKey
 from torchstore_snapshot.format.paths import new_take_id
 from torchstore_snapshot.progress import metered
 from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.series.claims import Claim
 from torchstore_snapshot.stopping import check
-from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.storage.opening import open_storage
 from torchstore_snapshot.taking.collecting import collect_values
-from torchstore_snapshot.taking.merging import Part, merge, part_of
+from torchstore_snapshot.taking.parts import maps_of, part_of
 from torchstore_snapshot.taking.planning import holdings, split_work
-from torchstore_snapshot.taking.preparing import Prepared, TakeOptions, agree, plan, prepare
-from torchstore_snapshot.taking.publishing import publish
-from torchstore_snapshot.taking.replacing import (
-    maps_of,
-    never_visible,
-    refuse_existing,
-    refuse_foreign_maps,
-)
+from torchstore_snapshot.taking.preparing import Prepared, agree, plan, prepare
 from torchstore_snapshot.taking.sharing import plan_store_files
 from torchstore_snapshot.taking.writing import Fetch, write_files
 
@@ -75,28 +74,6 @@ def write(prepared: Prepared, fetch: Fetch | None = None) -> Part:
         digests,
         prepared.reused,
     )
-
-
-def commit(
-    storage: Storage,
-    take: str,
-    parts: list[Part],
-    options: TakeOptions,
-    store: dict[str, StoredKey] | None = None,
-    claim: Claim | None = None,
-) -> Manifest:
-    """Make a snapshot of what all ranks have written; see :func:`.publishing.publish`.
-
-    Raises:
-        LayoutMismatchError: no rank has some part of a sharded tensor.
-        SnapshotError, OSError: what publishing raises. There is no snapshot then, or still the one
-            before.
-    """
-    manifest = merge(parts, take, time.time())
-    if store:
-        manifest = msgspec.structs.replace(manifest, store=store)
-    publish(storage, manifest, options, claim)
-    return manifest
 
 
 def discard(prepared: Prepared) -> None:

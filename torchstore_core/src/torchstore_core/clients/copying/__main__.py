@@ -32,5 +32,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # All is closed. To take down an interpreter that has imported torch takes a tenth of a second.
+    # All is closed. To take down what a transport's library has loaded may take long.
     os._exit(0)

@@ -8,15 +8,14 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-import torch
-
+from torchstore_core.clients.moving.batches import Run
+from torchstore_core.clients.moving.bytes import BytesBatch
+from torchstore_core.clients.moving.executor import execute
 from torchstore_core.clients.session.channel import Channel
 from torchstore_core.clients.session.session import Session
-from torchstore_core.clients.transfer.executor import execute
-from torchstore_core.clients.transfer.moves import Batch, Move, Run
-from torchstore_core.clients.values.tensors import address_of
 from torchstore_core.contracts.transport import Memory
 from torchstore_core.errors import StoreClosedError, TorchStoreError, TransportError
+from torchstore_core.machine.virtual_memory import allocate
 from torchstore_core.plugins.ranking import Policy
 from torchstore_core.wire import messages as m
 
@@ -29,30 +28,6 @@ _STEP, _SMALLEST_STEP = 16 << 20, 64 << 10
 
 #: A part of a piece: the piece, the first byte, and how many bytes.
 Part = tuple[m.Piece, int, int]
-
-
-class _Bytes(Batch):
-    """Runs of bytes between a buffer and a volume."""
-
-    on_device = False
-
-    def __init__(
-        self, volume: int, buffer: torch.Tensor, runs: Sequence[Run], *, into: bool
-    ) -> None:
-        self.volume, self.segment = volume, 0
-        self.nbytes = sum(nbytes for _, _, nbytes in runs)
-        self.into_segment = into
-        self._buffer = buffer
-        self._runs = list(runs)
-
-    def memory(self) -> list[Memory]:
-        storage = self._buffer.untyped_storage()
-        return [Memory(storage.data_ptr(), storage.nbytes(), storage)]
-
-    def moves(self, room: int | None) -> Iterator[Move]:
-        if room is not None and any(not 0 <= at <= room - n for _, at, n in self._runs):
-            raise TransportError(f"a copy would lie outside volume {self.volume}")
-        yield self._runs
 
 
 async def copy_for(address: str, volumes: Sequence[int]) -> None:
@@ -83,7 +58,9 @@ async def copy_for(address: str, volumes: Sequence[int]) -> None:
 async def _make(session: Session, channel: Channel, work: m.Copies, txn: int) -> str:
     """Make copies; returns why that has failed, and an empty text if it has not."""
     step = min(_STEP, max(_SMALLEST_STEP, work.rate // 8)) if work.rate else _STEP
-    buffer = torch.empty(min(step, sum(p.nbytes for p in work.pieces)), dtype=torch.uint8)
+    size = min(step, sum(p.nbytes for p in work.pieces))
+    address, block = allocate(size)
+    buffer = Memory(address, size, block)
     due = 0.0  # when so much may have been copied
     unsettled: list[tuple[int, str]] = []
     try:
@@ -128,13 +105,12 @@ def steps_of(pieces: Iterable[m.Piece], nbytes: int) -> Iterator[list[Part]]:
         yield parts
 
 
-async def _read(session: Session, buffer: torch.Tensor, parts: Sequence[Part]) -> None:
+async def _read(session: Session, buffer: Memory, parts: Sequence[Part]) -> None:
     """Fill the buffer, from the first copy of each value that can be read.
 
     Raises:
         TransportError: none of the copies of a value can be read.
     """
-    base = address_of("", buffer)
     todo: list[tuple[int, Part]] = []  # with their places in the buffer
     at = 0
     for part in parts:
@@ -151,11 +127,11 @@ async def _read(session: Session, buffer: torch.Tensor, parts: Sequence[Part]) -
             by_volume.setdefault(living[0], []).append((into, part))
         volume, some = next(iter(by_volume.items()))
         runs = [
-            (base + into, dict(piece.sources)[volume] + start, nbytes)
+            (buffer.address + into, dict(piece.sources)[volume] + start, nbytes)
             for into, (piece, start, nbytes) in some
         ]
         try:
-            await execute(session, [_Bytes(volume, buffer, runs, into=False)])
+            await execute(session, [BytesBatch((volume, 0), buffer, runs, into=False)])
         except TransportError as error:
             dead.add(volume)
             last = error
@@ -165,16 +141,15 @@ async def _read(session: Session, buffer: torch.Tensor, parts: Sequence[Part]) -
 
 
 async def _write(
-    session: Session, buffer: torch.Tensor, parts: Sequence[Part], unsettled: list[tuple[int, str]]
+    session: Session, buffer: Memory, parts: Sequence[Part], unsettled: list[tuple[int, str]]
 ) -> None:
     """Write the buffer. ``unsettled``: see ``messages.Abort``; what may still arrive is added."""
-    base = address_of("", buffer)
     runs: list[Run] = []
     at = 0
     for piece, start, nbytes in parts:
-        runs.append((base + at, piece.target[1] + start, nbytes))
+        runs.append((buffer.address + at, piece.target[1] + start, nbytes))
         at += nbytes
-    batch = _Bytes(parts[0][0].target[0], buffer, runs, into=True)
+    batch = BytesBatch((parts[0][0].target[0], 0), buffer, runs, into=True)
     try:
         await execute(session, [batch])
     finally:

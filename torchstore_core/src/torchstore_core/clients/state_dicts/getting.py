@@ -10,11 +10,12 @@ import msgspec
 import torch
 
 from torchstore_core.clients.calls.clock import Clock
+from torchstore_core.clients.moving.entries import entries_of
 from torchstore_core.clients.session.channel import Channel, MessageTooLargeError
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.state_dicts.ties import PLAIN, Ties, are_apart
-from torchstore_core.clients.transfer.columns.gets import Named, entries_of, names_and_tensors
-from torchstore_core.clients.transfer.gets import Leasing, ValueRequest, asks_of
+from torchstore_core.clients.transfer.columns.gets import Named, names_and_tensors
+from torchstore_core.clients.transfer.gets import Reading, ValueRequest, asks_of
 from torchstore_core.clients.transfer.targets import (
     Plain,
     Target,
@@ -142,7 +143,7 @@ async def fetch(
         LayoutMismatchError: ``how.strict`` is set and something does not match; nothing was
             written.
     """
-    leasing = Leasing(session, channel, clock)
+    leasing = Reading(session, channel, clock)
     while True:
         with leasing:
             exactly = key, version, timeline
@@ -157,7 +158,7 @@ async def _fetch(
     target: tuple[Any, Wanted | Named | None],
     clock: Clock,
     how: Filling,
-    leasing: Leasing,
+    leasing: Reading,
 ) -> FetchResult:
     key, version, timeline = exactly
     state_dict, wanted = target
@@ -227,7 +228,7 @@ async def _in_columns(
     target: tuple[Any, Wanted | Named | None],
     clock: Clock,
     how: Filling,
-    leasing: Leasing,
+    leasing: Reading,
 ) -> FetchResult | None:
     """Read what the reply has in columns: everything that was asked for, and all that there is.
     None if it must be handled entry by entry; then nothing has been written.

@@ -137,6 +137,30 @@ def known(store_name: str) -> JoinedStore | None:
     return _stores.get(check_store_name(store_name))
 
 
+async def connect(
+    address: str,
+    store_name: str,
+    policy: Policy,
+    timeout: float | None,
+    allow_pickle: bool,
+) -> JoinedStore:
+    """Join the store that listens at an address, under a name; see ``api.connect``."""
+    before = known(store_name)
+    if before is not None and before.runtime is not None and before.address != address:
+        raise ConfigurationError(
+            f"this process owns a store {store_name!r}; give the other one another store_name"
+        )
+    if before is not None and before.leads_to(address, policy):
+        # The same store again: earlier clients of it remain unchanged.
+        await before.session(timeout)
+        return before
+    runtime = before.runtime if before is not None else None
+    store = JoinedStore(store_name, address, policy, timeout, allow_pickle, runtime)
+    store.connected = runtime is None
+    await store.session(timeout)
+    return join(store, before)
+
+
 def add(store: JoinedStore) -> None:
     """Make it the one of its name; one that was there before is left."""
     with lock:

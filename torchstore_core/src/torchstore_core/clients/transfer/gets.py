@@ -11,12 +11,13 @@ import torch
 from torchstore_core.clients.calls.arguments import check_exact, check_key
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.calls.incarnations import check_incarnation
+from torchstore_core.clients.moving.entries import entries_of
+from torchstore_core.clients.moving.leasing import Leasing
 from torchstore_core.clients.session.channel import QUICK_ENTRIES, Channel
 from torchstore_core.clients.session.held_ref import HeldRef
 from torchstore_core.clients.session.session import Session
-from torchstore_core.clients.transfer import executor
 from torchstore_core.clients.transfer.columns.batches import NotPlainError
-from torchstore_core.clients.transfer.columns.gets import Named, batch_of, entries_of
+from torchstore_core.clients.transfer.columns.gets import Named, batch_of
 from torchstore_core.clients.transfer.moves import get_batches
 from torchstore_core.clients.transfer.targets import (
     Plain,
@@ -32,8 +33,6 @@ from torchstore_core.clients.values.sharding import is_sharded, local_parts
 from torchstore_core.clients.values.tensors import byte_like, plain_slice
 from torchstore_core.errors import (
     LayoutMismatchError,
-    TorchStoreError,
-    TransportError,
     UnsupportedValueError,
 )
 from torchstore_core.values import ObjectRef, Request, TensorSlice
@@ -140,7 +139,7 @@ async def get_asks(
             timelines = await _timelines(session, channel, asks, clock)
             break
     quick = len(wants) <= QUICK_ENTRIES
-    leasing = Leasing(session, channel, clock)
+    leasing = Reading(session, channel, clock)
     while True:
         with leasing:
             lease, most = leasing.lease, session.inline_max()
@@ -161,7 +160,7 @@ async def get_named(
     session: Session, channel: Channel, named: Named, clock: Clock, allow_pickle: bool
 ) -> Found | tuple[dict[int, Any], list[m.Entry]]:
     """:func:`get_asks` for many values. Returns the same if they had to be handled one by one."""
-    leasing = Leasing(session, channel, clock)
+    leasing = Reading(session, channel, clock)
     while True:
         with leasing:
             number, lease, most = channel.next_id(), leasing.lease, session.inline_max()
@@ -198,7 +197,7 @@ def requests_of(named: Named) -> list[ValueRequest]:
 
 
 def _targets(
-    leasing: Leasing, entries: list[m.Entry], leased: bool, asks: Sequence[ValueRequest]
+    leasing: Reading, entries: list[m.Entry], leased: bool, asks: Sequence[ValueRequest]
 ) -> tuple[list[Target], list[Plain], dict[int, int]]:
     """Check everything that was located, before any bytes are moved. What is given a destination
     again gets a new tensor, and comes with the first one; see :func:`_check_same`.
@@ -272,63 +271,10 @@ async def _timelines(
     return [ask.timeline if ask.incarnation else -1 for ask in asks]
 
 
-class Leasing:
-    """The lease of a get. Each attempt is a ``with`` block, which releases on exit everything that
-    is not mapped. An attempt that fails because a volume cannot be read from ends without an error
-    the first time: the next one gets copies on other volumes.
+class Reading(Leasing):
+    """The lease of a get of tensors and objects."""
 
-    Attributes:
-        avoid: the volumes that failed.
-        lease: the id of this attempt's lease.
-    """
-
-    __slots__ = (
-        "_channel",
-        "_clock",
-        "_count",
-        "_failed",
-        "_leased",
-        "_mapped",
-        "_session",
-        "avoid",
-        "lease",
-    )
-
-    def __init__(self, session: Session, channel: Channel, clock: Clock) -> None:
-        self._session = session
-        self._channel = channel
-        self._clock = clock
-        self._failed: dict[int, TransportError] = {}
-        self.avoid: list[int] = []
-
-    def __enter__(self) -> None:
-        self._leased = True
-        self._count = 1
-        self._mapped: set[int] = set()
-        self.lease = self._session.next_id()
-        self._session.leases_in_use.add(self.lease)
-
-    def granted(self, entries: Sequence[m.Entry | None], leased: bool) -> list[int]:
-        """Record the reply; returns the position of each entry's first value in the lease."""
-        self._leased = leased
-        starts: list[int] = []
-        count = 0
-        for entry in entries:
-            starts.append(count)
-            if entry is not None:
-                count += 1 if entry.parts is None else len(entry.parts)
-        self._count = count
-        return starts
-
-    def check(self, entries: Sequence[m.Entry | None]) -> None:
-        """Raise the error of a failed volume that entries still name: there is no other copy."""
-        for entry in entries:
-            if entry is None:
-                continue
-            grants = [entry.grant, *(part.grant for part in entry.parts or ())]
-            for grant in grants:
-                if grant is not None and grant.volume in self._failed:
-                    raise self._failed[grant.volume]
+    __slots__ = ()
 
     async def read(
         self, targets: Sequence[Target], allow_pickle: bool, plain: Sequence[Plain] = ()
@@ -341,13 +287,9 @@ class Leasing:
         if self._leased:
             batches = get_batches(targets, results, plain)
             results.waited = True
-            where = self._session, self._channel
-            done = await executor.execute_within(self._clock, *where, batches)
-            for mapped in [one for moved in done for one in moved.mappings]:
-                positions = [target.pieces[0].position for target, _ in mapped.tensors]
-                results.values.update({t.at: tensor for t, tensor in mapped.tensors})
-                self._mapped.update(positions)
-                self._session.hold(mapped.owner, self.lease, positions)
+            for mapped in await self.move(batches):
+                results.values.update({t.at: tensor for t, tensor in mapped.values})
+                self.keep(mapped.owner, [t.pieces[0].position for t, _ in mapped.values])
         if measured is not None:
             pieces = [piece for target in targets for piece in target.pieces]
             measured.moved(sum([p.nbytes for p in pieces if p.grant is None]), "inline")
@@ -372,37 +314,11 @@ class Leasing:
         batch = batch_of(columns, tensors)
         if batch is None:
             return None
-        where = self._session, self._channel
         try:
-            await executor.execute_within(self._clock, *where, [batch])
+            await self.move([batch])
         except NotPlainError:
             return None
         if tensors is not None:
             were_written(tensors)
         self._clock.phase("copy")
         return batch.tensors
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if self._leased and len(self._mapped) < self._count:
-            _release(self._session, self._channel, self.lease, self._mapped, self._count)
-        self._session.leases_in_use.discard(self.lease)
-        return isinstance(error, TransportError) and self._avoids(error)
-
-    def _avoids(self, error: TransportError) -> bool:
-        """Avoid the volume of this error; returns False if it is not the first of that volume."""
-        volume = error.details.get("volume")
-        if not isinstance(volume, int) or volume in self._failed:
-            return False
-        self._failed[volume] = error
-        self.avoid.append(volume)
-        return True
-
-
-def _release(session: Session, channel: Channel, lease: int, mapped: set[int], count: int) -> None:
-    """Release the lease, except for the positions that mapped tensors still use."""
-    rest = [at for at in range(count) if at not in mapped] if mapped else None
-    message = m.Release([lease]) if rest is None else m.Release([], [(lease, rest)])
-    try:
-        channel.send(message)
-    except TorchStoreError:
-        session.release(lease, rest)

@@ -2,26 +2,31 @@
 
 These are pure functions of the values to put or get and of their locations. A plan is a
 :class:`Batch` for each segment. Its moves are generated lazily, so that copies can run while the
-rest of a large batch is still being planned. :mod:`.executor` executes them.
+rest of a large batch is still being planned. The room
+``moving`` carries them out.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import compress
-from typing import Any, NamedTuple, TypeVar
-
-import torch
+from typing import Any, TypeVar
 
 from torchstore_core import boxes
 from torchstore_core.boxes import Box
+from torchstore_core.clients.moving.batches import MAP_MIN, Mapped, Move, ReadsInPlace, Rows, Run
+from torchstore_core.clients.moving.mapping import map_values
+from torchstore_core.clients.moving.windows import window_of
+from torchstore_core.clients.session.link_errors import link_errors
 from torchstore_core.clients.transfer.sources import Source
 from torchstore_core.clients.transfer.targets import Plain, Results, Target, TargetPiece, narrow
+from torchstore_core.clients.transfer.tensor_moves import TensorBatch, TensorMove
 from torchstore_core.clients.values.plain import Looked, look
-from torchstore_core.contracts.transport import Memory
+from torchstore_core.clients.values.tensors import from_buffer
+from torchstore_core.contracts.transport import SupportsMap, SupportsWindow
 from torchstore_core.errors import TransportError
 from torchstore_core.machine import copying
 from torchstore_core.values import ValueMeta
@@ -29,105 +34,8 @@ from torchstore_core.wire import messages as m
 
 T = TypeVar("T")
 
-#: Contiguous bytes: their address in this process, their offset in the segment, and their number.
-Run = copying.Run
-#: Rows of bytes: address, offset, bytes per row, number of rows, and the stride in bytes between
-#: rows, in this process and in the segment.
-Rows = tuple[int, int, int, int, int, int]
 
-
-class TensorMove(NamedTuple):
-    """A move that torch must do: its rows are too short, its dtype differs, or it is on a device.
-
-    Args:
-        tensor: in this process's memory, with any strides.
-        offset, shape, dtype: those of the stored value in its segment, where it is row-major.
-        box: the part of the stored value that is moved; None: all of it.
-    """
-
-    key: str
-    tensor: torch.Tensor
-    offset: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    box: Box | None = None
-
-    def runs(self) -> Iterator[tuple[int, int]]:
-        """Offset and length in bytes of each contiguous run in the segment, in row-major order."""
-        itemsize = self.dtype.itemsize
-        box = boxes.whole(self.shape) if self.box is None else self.box
-        for start, length in boxes.contiguous_runs(box, self.shape):
-            yield self.offset + start * itemsize, length * itemsize
-
-
-class Columns(NamedTuple):
-    """Many contiguous runs: their addresses in this process, their offsets in the segment, and
-    their lengths in bytes.
-    """
-
-    addresses: list[int]
-    offsets: list[int]
-    sizes: list[int]
-
-    def runs(self) -> list[Run]:
-        """The same, run by run."""
-        return list(zip(*self, strict=True))
-
-
-#: Contiguous runs come in lists, of one run or of many, or in columns.
-Move = list[Run] | Rows | TensorMove | Columns
-
-
-class Batch(ABC):
-    """The bytes to move between this process and one segment of one volume.
-
-    Attributes:
-        volume, segment: their indices.
-        nbytes: total of all moves.
-        into_segment: True for a put, False for a get.
-        on_device: whether any of the tensors is on a device.
-        prepared: what a transfer that has failed leaves for the next try.
-        unsettled: the transport by which some of what a failed put has written may still arrive;
-            empty if there is none.
-    """
-
-    volume: int
-    segment: int
-    nbytes: int
-    into_segment: bool
-    on_device: bool
-    prepared: object = None
-    unsettled: str = ""
-    _memory: Sequence[torch.UntypedStorage | None] = ()
-
-    def memory(self) -> list[Memory]:
-        """The host memory of the user's tensors, as far as moves have been generated."""
-        storages = {id(one): one for one in self._memory if one is not None}
-        return [
-            Memory(one.data_ptr(), one.nbytes(), one)
-            for one in storages.values()
-            if one.device.type == "cpu"
-        ]
-
-    def take_memory(self) -> Sequence[torch.UntypedStorage | None]:
-        """What keeps the memory of the moves alive that were generated since the last call."""
-        taken, self._memory = self._memory, []
-        return taken
-
-    @abstractmethod
-    def moves(self, room: int | None) -> Iterator[Move]:
-        """The moves, in order, generated lazily.
-
-        Args:
-            room: size of the segment in bytes; None if it is not known.
-
-        Raises:
-            TransportError: a value would lie outside the segment.
-            UnsupportedValueError: a tensor has changed since it was looked at.
-        """
-
-
-class PutBatch(Batch):
+class PutBatch(TensorBatch):
     """Values to be written to the places that were granted for them."""
 
     into_segment = True
@@ -190,7 +98,7 @@ def put_batches(granted: Iterable[tuple[Source, m.Grant | None]]) -> Sequence[Pu
 Job = tuple[Target, TargetPiece]
 
 
-class GetBatch(Batch):
+class GetBatch(TensorBatch, ReadsInPlace):
     """Pieces to be read from a segment into their destinations."""
 
     into_segment = False
@@ -214,6 +122,56 @@ class GetBatch(Batch):
         self.nbytes += sum([one.entry.nbytes for one in plain])
         tensors = [target.tensor for target, _ in jobs]
         self.on_device = any(tensor is not None and not tensor.is_cpu for tensor in tensors)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.jobs and not self.plain
+
+    def map(self, link: SupportsMap) -> tuple[Sequence[Mapped], GetBatch]:
+        rest: list[Job] = []
+        large: list[tuple[int, int, Target]] = []
+        for target, piece in self.jobs:
+            start = None
+            if (
+                target.tensor is None
+                and target.codec is None
+                and piece.into is None
+                and piece.nbytes >= MAP_MIN
+            ):
+                start = _contiguous_start(piece, target.dtype.itemsize)
+            if start is None:
+                rest.append((target, piece))
+            else:
+                large.append((start, target.nbytes, target))
+        if not large:
+            return (), self
+        found, refused = map_values(link, self.segment, large)
+        rest += [(target, target.pieces[0]) for target in refused]
+        mapped = [
+            Mapped(owner, [(t, from_buffer(owner, at, t.shape, t.dtype)) for t, at in inside])
+            for owner, inside in found
+        ]
+        left = self.volume, self.segment, self.results, rest, self.plain, self.offsets
+        return mapped, GetBatch(*left)
+
+    def decode(self, link: SupportsWindow) -> None:
+        """Decode the large objects where they are stored, which saves a copy of their bytes. The
+        link must be in use.
+        """
+        left: list[Job] = []
+        for target, piece in self.jobs:
+            codec, grant, nbytes = target.codec, piece.grant, piece.nbytes
+            if codec is None or grant is None or nbytes < MAP_MIN:
+                left.append((target, piece))
+                continue
+            window = window_of(link, self)
+            if not 0 <= grant.offset <= window.nbytes - nbytes:
+                raise TransportError(f"{target.key!r} lies outside segment {self.segment}")
+            with link_errors():
+                link.prepare(self.segment, grant.offset, nbytes, fresh=False)
+            memory = (ctypes.c_char * nbytes).from_address(window.address + grant.offset)
+            self.results.decode(target, codec, memoryview(memory))
+        self.jobs = left
 
     def moves(self, room: int | None) -> Iterator[Move]:
         plain, offsets = self.plain, self.offsets
@@ -316,7 +274,7 @@ def _are_inside(runs: Sequence[Run], room: int | None) -> bool:
     return min([offset for _, offset, _ in runs]) >= 0 and max(ends) <= room
 
 
-def contiguous_start(piece: TargetPiece, itemsize: int) -> int | None:
+def _contiguous_start(piece: TargetPiece, itemsize: int) -> int | None:
     """Byte offset of the requested part in its segment if it is one run there, else None."""
     if piece.grant is None:
         return None

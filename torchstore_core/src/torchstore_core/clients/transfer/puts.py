@@ -11,13 +11,14 @@ import msgspec
 
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.calls.incarnations import refs_of
+from torchstore_core.clients.moving import executor
+from torchstore_core.clients.moving.batches import Batch
 from torchstore_core.clients.session.channel import QUICK_ENTRIES, Channel
 from torchstore_core.clients.session.held_ref import Lent
 from torchstore_core.clients.session.session import Session
-from torchstore_core.clients.transfer import executor
 from torchstore_core.clients.transfer.columns.batches import ColumnsPut
 from torchstore_core.clients.transfer.columns.sources import TensorColumns
-from torchstore_core.clients.transfer.moves import Batch, put_batches
+from torchstore_core.clients.transfer.moves import put_batches
 from torchstore_core.clients.transfer.sources import Source, inline_bytes, release
 from torchstore_core.errors import StoreFullError, TorchStoreError
 from torchstore_core.values import ObjectRef

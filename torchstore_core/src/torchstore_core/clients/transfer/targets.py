@@ -12,6 +12,7 @@ import torch
 
 from torchstore_core import boxes
 from torchstore_core.boxes import Box
+from torchstore_core.clients.moving.batches import MAP_MIN
 from torchstore_core.clients.values import overlaps
 from torchstore_core.clients.values.codec import decode_object
 from torchstore_core.clients.values.plain import look
@@ -19,6 +20,7 @@ from torchstore_core.clients.values.tensors import (
     address_of,
     byte_like,
     check_destination,
+    check_storage,
     dtype_of,
     from_buffer,
     slice_box,
@@ -32,10 +34,6 @@ from torchstore_core.errors import (
 )
 from torchstore_core.values import ObjectMeta, StateDictMeta, TensorMeta, TensorSlice, ValueMeta
 from torchstore_core.wire import messages as m
-
-#: New tensors of at least this size, in bytes, are mapped if possible; smaller ones are copied (a
-#: mapping costs about as much as copying this much, and a process can have some 65,000 of them).
-MAP_MIN = 64 << 10
 
 
 class TargetPiece(msgspec.Struct, frozen=True, gc=False):
@@ -244,6 +242,7 @@ def check_apart(targets: Iterable[Target], plain: Iterable[Plain]) -> dict[int, 
 
     Raises:
         LayoutMismatchError: names two of them.
+        UnsupportedValueError: the storage of one of these was freed or shrunk.
     """
     whole = [(one, one.tensor, one.entry.nbytes) for one in plain if one.tensor is not None]
     others = [
@@ -258,6 +257,8 @@ def check_apart(targets: Iterable[Target], plain: Iterable[Plain]) -> dict[int, 
     again: dict[int, int] = {}
     found = overlaps.find_overlap(tensors, extents, again)
     if found is not None:
+        for at in found:  # memory that a tensor has given back may be another's by now
+            check_storage(of[at].key, tensors[at])
         both = sorted([of[at].key for at in found])
         raise LayoutMismatchError(
             f"the destinations of {both[0]!r} and {both[1]!r} overlap in memory, and each would "

@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 
 
 class CopierProcess:
-    """Starts ``python -m torchstore_core.clients.copying``, which imports torch and therefore must
-    not be this process.
+    """Starts ``python -m torchstore_core.clients.copying``, which loads the client halves of
+    transports, whatever these need, and therefore must not be this process.
 
     Args:
         volumes: the indices of the volumes that it copies into.

@@ -7,9 +7,11 @@ from operator import add
 
 import torch
 
+from torchstore_core.clients.moving.batches import Columns, Move
 from torchstore_core.clients.transfer.columns.sources import TensorColumns
-from torchstore_core.clients.transfer.moves import Batch, Columns, Move, PutBatch
+from torchstore_core.clients.transfer.moves import PutBatch
 from torchstore_core.clients.transfer.targets import new_tensor, out_of_memory
+from torchstore_core.clients.transfer.tensor_moves import TensorBatch
 from torchstore_core.clients.values.overlaps import are_disjoint
 from torchstore_core.clients.values.plain import look, still_there
 from torchstore_core.clients.values.tensors import dtype_of
@@ -27,7 +29,7 @@ class NotPlainError(Exception):
     """
 
 
-class ColumnsPut(Batch):
+class ColumnsPut(TensorBatch):
     """Tensors to be written to the places that were granted for them, in ascending order."""
 
     into_segment = True
@@ -64,7 +66,7 @@ class ColumnsPut(Batch):
                 yield move
 
 
-class ColumnsGet(Batch):
+class ColumnsGet(TensorBatch):
     """Tensors to be read from a segment.
 
     Args:

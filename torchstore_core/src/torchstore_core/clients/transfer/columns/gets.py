@@ -8,14 +8,15 @@ from typing import Any
 import msgspec
 import torch
 
+from torchstore_core.clients.moving.batches import MAP_MIN
+from torchstore_core.clients.moving.entries import each_of
 from torchstore_core.clients.transfer.columns.batches import ColumnsGet
 from torchstore_core.clients.transfer.columns.sources import are_names
-from torchstore_core.clients.transfer.targets import MAP_MIN
 from torchstore_core.clients.values.tensors import dtype_of
 from torchstore_core.errors import ProtocolError, UnsupportedValueError
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
-from torchstore_core.wire.columns import FEWEST, spread
+from torchstore_core.wire.columns import FEWEST
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
@@ -57,26 +58,9 @@ def batch_of(columns: m.EntryColumns, tensors: list[torch.Tensor] | None) -> Col
     count = len(columns)
     if tensors is not None and len(tensors) != count:
         raise ProtocolError(f"{len(tensors)} values were asked for, the server sent {count}")
-    metas, sizes = _each(columns)
+    metas, sizes = each_of(columns)
     places = columns.places()
     return ColumnsGet(columns.volume, columns.segment, metas, sizes, places, tensors)
-
-
-def entries_of(columns: m.EntryColumns) -> list[m.Entry]:
-    """The entries of a reply in columns, one by one."""
-    volume, segment = columns.volume, columns.segment
-    rows = zip(columns.version_of(), *_each(columns), columns.places(), strict=True)
-    return [
-        m.Entry(version, meta, nbytes, None, m.Grant(volume, segment, offset))
-        for version, meta, nbytes, offset in rows
-    ]
-
-
-def _each(columns: m.EntryColumns) -> tuple[list[TensorMeta], list[int]]:
-    """What each of the values is, and its size in bytes."""
-    of = columns.kind_of()
-    metas = [kind.meta for kind in columns.kinds]
-    return spread(metas, of), spread([kind.nbytes for kind in columns.kinds], of)
 
 
 def _is_plain(meta: TensorMeta, nbytes: int) -> bool:

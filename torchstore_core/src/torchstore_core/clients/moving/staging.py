@@ -11,65 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import msgspec
-import torch
-
+from torchstore_core.clients.moving.batches import (
+    Batch,
+    Columns,
+    CopyPlan,
+    LibraryMove,
+    Move,
+    Staged,
+)
 from torchstore_core.clients.session.abilities import has_registration
 from torchstore_core.clients.session.link_errors import link_errors
-from torchstore_core.clients.transfer import cuda
-from torchstore_core.clients.transfer.moves import Batch, Columns, Move, TensorMove
-from torchstore_core.clients.values.tensors import (
-    address_of,
-    byte_like,
-    split_rows,
-    strided_copy,
-)
 from torchstore_core.contracts.transport import Copy, Link
 from torchstore_core.errors import TransportError
 from torchstore_core.machine import copying
 from torchstore_core.machine.tasks import together
+from torchstore_core.machine.virtual_memory import allocate
 
 # What must be packed is packed so many bytes at a time, meanwhile those before them move; and a
 # part has at most about so many copies, meanwhile the next are planned.
 _PART = 32 << 20
 _MANY = 4096
-
-#: The key of a value, its tensor or a part of that, and staging memory of the same shape.
-Staged = tuple[str, torch.Tensor, torch.Tensor]
-
-
-class CopyPlan(msgspec.Struct, eq=False):
-    """What is left to be moved of a batch without a window, or after one has failed; or of a part.
-
-    Args:
-        copies: those that have not arrived yet.
-        rest: moves that are not among the copies yet, because their form depends on the link.
-        staged: tensors that are still to be copied into staging memory (for a get, out of it).
-        grids: rows of which the same is true: from their source to their destination.
-        memory: the staging memory.
-        direct: tensors on a device that copies reach directly, by their addresses.
-        strided: there may be copies of several rows.
-        followed: there may be another part.
-    """
-
-    copies: list[Copy] = []
-    rest: list[TensorMove] = []
-    staged: list[Staged] = []
-    grids: list[copying.Grid] = []
-    memory: list[torch.Tensor] = []
-    direct: list[tuple[int, TensorMove]] = []
-    strided: bool = False
-    followed: bool = False
-
-    def add(self, other: CopyPlan) -> None:
-        """Add what is left of another plan."""
-        self.copies += other.copies
-        self.rest += other.rest
-        self.staged += other.staged
-        self.grids += other.grids
-        self.memory += other.memory
-        self.direct += other.direct
-        self.strided |= other.strided
 
 
 async def by_copies(link: Link, batch: Batch, room: int | None) -> None:
@@ -170,9 +131,11 @@ async def adapt(plan: CopyPlan, batch: Batch, *, rows: bool, devices: frozenset[
     """
     _change_copies(plan, batch.into_segment, rows, devices)
     for move in plan.rest:
-        _plan_tensor(plan, move, batch.segment, devices)
+        move.plan(plan, batch.segment, devices)
     plan.rest = []
-    await cuda.settled(move.tensor for _, move in plan.direct)
+    direct = [move for _, move in plan.direct]
+    if direct:
+        await direct[0].settled(direct)
     if batch.into_segment:
         await _copy_staged(plan, pack=True)
 
@@ -207,8 +170,8 @@ def _parts(moves: Iterable[Move], segment: int, rows: bool) -> Iterator[CopyPlan
 
 def _cut(move: Move, rows: bool) -> Iterator[tuple[Move, int]]:
     """Cut a move that must be packed into pieces of about :data:`_PART`, each with its bytes."""
-    if isinstance(move, TensorMove):
-        yield from _cut_tensor(move)
+    if isinstance(move, LibraryMove):
+        yield from move.cut(_PART)
     elif isinstance(move, (list, Columns)) or rows or move[5] != move[2]:
         yield move, 0
     else:
@@ -220,30 +183,12 @@ def _cut(move: Move, rows: bool) -> Iterator[tuple[Move, int]]:
             yield (at, to, nbytes, some, stride, step), some * nbytes
 
 
-def _cut_tensor(move: TensorMove) -> Iterator[tuple[Move, int]]:
-    key, tensor, offset, shape, dtype, box = move
-    nbytes = tensor.numel() * dtype.itemsize
-    if box is not None or nbytes <= _PART:
-        yield move, nbytes
-        return
-    each = nbytes // shape[0]
-    most = -(-_PART // each)
-    for first in range(0, shape[0], most):
-        there = offset + first * each
-        if most == 1:  # a row is a part, or several
-            yield from _cut_tensor(TensorMove(key, tensor[first], there, shape[1:], dtype))
-            continue
-        some = tensor[first : first + most]
-        piece = TensorMove(key, some, there, tuple(some.shape), dtype)
-        yield piece, some.numel() * dtype.itemsize
-
-
 def _add(plan: CopyPlan, move: Move, segment: int) -> None:
     if isinstance(move, Columns):
         move = move.runs()
     if isinstance(move, list):
         plan.copies += [Copy(run[0], segment, run[1], run[2]) for run in move]
-    elif isinstance(move, TensorMove):
+    elif isinstance(move, LibraryMove):
         plan.rest.append(move)
     else:
         address, offset, nbytes, count, stride, step = move
@@ -259,7 +204,8 @@ def _change_copies(plan: CopyPlan, into: bool, rows: bool, devices: frozenset[st
     plan.strided = rows
     for copy in old:
         if copy.device and _kind(copy) not in devices:
-            _stage_device(plan, copy)
+            at, move = next(one for one in plan.direct if copy.address in one[0])
+            move.stage(plan, copy, copy.address - at.start)
         elif copy.rows > 1 and not rows:
             _stage_rows(plan, copy, into)
         else:
@@ -273,9 +219,8 @@ def _kind(copy: Copy) -> str:
 def _stage_rows(plan: CopyPlan, copy: Copy, into: bool) -> None:
     address, nbytes, count, stride = copy.address, copy.nbytes, copy.rows, copy.stride
     if copy.step == nbytes:  # one run in the segment, so it is worth being one here
-        packed = torch.empty(nbytes * count, dtype=torch.uint8)
+        at, packed = allocate(nbytes * count)
         plan.memory.append(packed)
-        at = address_of("", packed)
         plan.grids.append(
             (at, address, nbytes, count, nbytes, stride)
             if into
@@ -289,69 +234,27 @@ def _stage_rows(plan: CopyPlan, copy: Copy, into: bool) -> None:
         ]
 
 
-def _stage_device(plan: CopyPlan, copy: Copy) -> None:
-    """Of a tensor on a device, stage the bytes of one copy."""
-    move, start = next(
-        (move, copy.address - address)
-        for address, move in plan.direct
-        if address <= copy.address < address + move.tensor.nbytes
-    )
-    address_of(move.key, move.tensor)  # it may have changed since it was planned
-    whole = byte_like(move.tensor).reshape(-1).view(torch.uint8)
-    part = whole[start : start + copy.nbytes]
-    staged = torch.empty(copy.nbytes, dtype=torch.uint8)
-    plan.staged.append((move.key, part, staged))
-    plan.copies.append(Copy(address_of("", staged), copy.segment, copy.offset, copy.nbytes))
-
-
-def _plan_tensor(plan: CopyPlan, move: TensorMove, segment: int, devices: frozenset[str]) -> None:
-    tensor = move.tensor
-    device = ""
-    if tensor.device.type in devices and tensor.dtype is move.dtype and tensor.is_contiguous():
-        device = str(tensor.device)
-        address = address_of(move.key, tensor)
-        plan.direct.append((address, move))
-    else:
-        staged = torch.empty(tuple(tensor.shape), dtype=move.dtype, device="cpu")
-        plan.staged.append((move.key, tensor, staged))
-        address = address_of(move.key, staged)
-    for offset, nbytes in move.runs():
-        plan.copies.append(Copy(address, segment, offset, nbytes, device=device))
-        address += nbytes
-
-
 async def _copy_staged(plan: CopyPlan, *, pack: bool) -> None:
-    """Copy what is staged from its tensors into staging memory, or out of it."""
-    for key, tensor, _ in plan.staged:
-        address_of(key, tensor)  # it may have changed in the meantime
-    pairs = [(b, a) if pack else (a, b) for _, a, b in plan.staged]
-    device = [pair for pair in pairs if not (pair[0].is_cpu and pair[1].is_cpu)]
+    """Copy what is staged from its values into staging memory, or out of it."""
+    for one in plan.staged:
+        one.check()
+    device = [one for one in plan.staged if one.on_device]
     if device:
-        await cuda.copy(device)
-    host = [_same_dtype(*pair) for pair in pairs if pair[0].is_cpu and pair[1].is_cpu]
-    nbytes = sum([one.nbytes for one, _ in host])
+        await device[0].on_devices(device, pack=pack)
+    host = [one for one in plan.staged if not one.on_device]
+    nbytes = sum([one.nbytes for one in host])
     nbytes += sum([grid[2] * grid[3] for grid in plan.grids])
     if nbytes:
-        await copying.run(_tasks(host, plan.grids, nbytes), nbytes)
-    plan.memory += [staged for _, _, staged in plan.staged]
+        await copying.run(_tasks(host, plan.grids, nbytes, pack), nbytes)
+    plan.memory += [one.memory for one in plan.staged]
     plan.staged, plan.grids = [], []
 
 
-def _same_dtype(
-    destination: torch.Tensor, source: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both as bytes where nothing is converted: torch cannot copy every dtype."""
-    if destination.dtype is source.dtype:
-        return byte_like(destination), byte_like(source)
-    return destination, source
-
-
 def _tasks(
-    pairs: list[tuple[torch.Tensor, torch.Tensor]], grids: list[copying.Grid], nbytes: int
+    staged: list[Staged], grids: list[copying.Grid], nbytes: int, pack: bool
 ) -> Iterator[copying.Task]:
-    for destination, source in pairs:
-        for some in split_rows(destination, source, copying.CHUNK):
-            yield strided_copy(*some, stream=False)
+    for one in staged:
+        yield from one.tasks(pack=pack)
     for few in copying.cut_grids(grids, copying.chunk_size(nbytes)):
         yield _grids_task(few)
 

@@ -1,39 +1,27 @@
 """Transfers over links with a window: this process copies to and from the memory itself.
 
-The copy threads copy contiguous bytes in chunks, rows as rows, and everything else with torch;
-tensors on a device are copied on its side stream. What is left when a link fails goes to the next.
+The copy threads copy contiguous bytes in chunks, rows as rows, and everything else as its library
+does; so is what is on a device. What is left when a link fails goes to the next.
 """
 
 from __future__ import annotations
 
-import ctypes
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import count
 
-import torch
-
-from torchstore_core.clients.session.link_errors import link_errors
-from torchstore_core.clients.transfer import cuda
-from torchstore_core.clients.transfer.moves import (
+from torchstore_core.clients.moving.batches import (
     Batch,
     Columns,
-    GetBatch,
-    Job,
+    CopyPlan,
+    LibraryMove,
     Move,
     Rows,
     Run,
-    TensorMove,
 )
-from torchstore_core.clients.transfer.staging import CopyPlan, adapt, planned, unpack
-from torchstore_core.clients.transfer.targets import MAP_MIN, narrow
-from torchstore_core.clients.values.tensors import (
-    byte_like,
-    split_rows,
-    strided_copy,
-    tensor_at,
-)
+from torchstore_core.clients.moving.staging import adapt, planned, unpack
+from torchstore_core.clients.session.link_errors import link_errors
 from torchstore_core.contracts.transport import SupportsWindow, Window
 from torchstore_core.errors import TransportError
 from torchstore_core.machine import copying
@@ -78,18 +66,18 @@ async def by_window(link: SupportsWindow, batch: Batch) -> None:
     """
     plan = batch.prepared
     progress = _Progress()
-    device: list[tuple[torch.Tensor, torch.Tensor]] = []
+    device: list[LibraryMove] = []
     if isinstance(plan, CopyPlan):
         await adapt(plan, batch, rows=True, devices=frozenset())
         moves: Iterable[Move] = _moves(plan)
     else:
         plan = None
-        moves = batch.moves(_window(link, batch).nbytes)
+        moves = batch.moves(window_of(link, batch).nbytes)
     tasks = _tasks(link, batch, moves, progress, device)
     try:
         await copying.run(tasks, batch.nbytes)
         if device:
-            await cuda.transfer(device, _window(link, batch))
+            await device[0].on_devices(device, window_of(link, batch), into=batch.into_segment)
     except TransportError:
         for _ in tasks:  # what had not been planned yet is left, too
             pass
@@ -104,26 +92,6 @@ async def by_window(link: SupportsWindow, batch: Batch) -> None:
         batch.prepared = None
 
 
-def decode_objects(link: SupportsWindow, batch: GetBatch) -> None:
-    """Decode the large objects of a batch where they are stored, which saves a copy of their bytes;
-    what remains of the batch is to be moved. The link must be in use.
-    """
-    left: list[Job] = []
-    for target, piece in batch.jobs:
-        codec, grant, nbytes = target.codec, piece.grant, piece.nbytes
-        if codec is None or grant is None or nbytes < MAP_MIN:
-            left.append((target, piece))
-            continue
-        window = _window(link, batch)
-        if not 0 <= grant.offset <= window.nbytes - nbytes:
-            raise TransportError(f"{target.key!r} lies outside segment {batch.segment}")
-        with link_errors():
-            link.prepare(batch.segment, grant.offset, nbytes, fresh=False)
-        memory = (ctypes.c_char * nbytes).from_address(window.address + grant.offset)
-        batch.results.decode(target, codec, memoryview(memory))
-    batch.jobs = left
-
-
 def _moves(plan: CopyPlan) -> Iterator[Move]:
     runs: list[Run] = []
     for one in plan.copies:
@@ -134,7 +102,8 @@ def _moves(plan: CopyPlan) -> Iterator[Move]:
     yield runs
 
 
-def _window(link: SupportsWindow, batch: Batch) -> Window:
+def window_of(link: SupportsWindow, batch: Batch) -> Window:
+    """The memory that a link gives on the segment of a batch."""
     with link_errors():
         return link.window(batch.segment)
 
@@ -144,10 +113,10 @@ def _tasks(
     batch: Batch,
     moves: Iterable[Move],
     progress: _Progress,
-    device: list[tuple[torch.Tensor, torch.Tensor]],
+    device: list[LibraryMove],
 ) -> Iterator[copying.Task]:
-    """Tasks for the copy threads. Pairs with a tensor on a device go into ``device`` instead."""
-    base, into = _window(link, batch).address, batch.into_segment
+    """Tasks for the copy threads. Moves to or from devices go into ``device`` instead."""
+    base, into = window_of(link, batch).address, batch.into_segment
     stream = batch.nbytes >= copying.STREAM_MIN
     size = copying.chunk_size(batch.nbytes)
     runs: list[Run] = []
@@ -159,15 +128,15 @@ def _tasks(
             gathered += sum([run[2] for run in move])
         elif isinstance(move, Columns):
             yield from _column_tasks(link, batch, base, move, size, progress)
-        elif not isinstance(move, TensorMove):
+        elif not isinstance(move, LibraryMove):
             rows.append(move)
             gathered += move[2] * move[3]
-        elif move.tensor.is_cpu:
-            for some in split_rows(*_pair(move, base, into), copying.CHUNK):
-                yield progress.task([move], strided_copy(*some, stream=stream))
+        elif (made := move.tasks(base, into=into, stream=stream)) is not None:
+            for task in made:
+                yield progress.task([move], task)
         else:
             progress.add([move])
-            device.append(_pair(move, base, into))
+            device.append(move)
         if gathered >= size:
             yield from _chunks(link, batch, base, runs, rows, size, progress)
             runs, rows, gathered = [], [], 0
@@ -264,16 +233,3 @@ def _task(
         copy()
 
     return task
-
-
-def _pair(move: TensorMove, base: int, into: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target and source of a move, as tensors of the same shape."""
-    tensor = move.tensor
-    stored = tensor_at(base + move.offset, move.shape, move.dtype)
-    if move.box is not None:
-        stored = narrow(stored, move.box)
-    if tensor.dtype is move.dtype:
-        tensor = byte_like(tensor)
-    else:
-        stored = stored.view(move.dtype)
-    return (stored, tensor) if into else (tensor, stored)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 
 import msgspec
 
 from torchstore_core.errors import TorchStoreError
+from torchstore_snapshot.committing.merging import Part, merge
+from torchstore_snapshot.committing.options import TakeOptions
+from torchstore_snapshot.committing.replacing import refuse_foreign_maps, replaced
 from torchstore_snapshot.errors import (
     SnapshotExistsError,
     SnapshotUnavailableError,
     SnapshotUndecidedError,
 )
 from torchstore_snapshot.format import manifest as manifests
-from torchstore_snapshot.format.manifest import Manifest
+from torchstore_snapshot.format.manifest import Manifest, StoredKey
 from torchstore_snapshot.format.paths import MANIFEST, claim_file, take_of
 from torchstore_snapshot.format.weight_maps import MAP, weight_maps
 from torchstore_snapshot.series.claims import Claim
@@ -28,10 +32,30 @@ from torchstore_snapshot.series.retiring import (
 )
 from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.storage.opening import read_manifest
-from torchstore_snapshot.taking.preparing import TakeOptions
-from torchstore_snapshot.taking.replacing import refuse_foreign_maps, replaced
 
-__all__ = ["publish"]
+__all__ = ["commit", "publish"]
+
+
+def commit(
+    storage: Storage,
+    take: str,
+    parts: list[Part],
+    options: TakeOptions,
+    store: dict[str, StoredKey] | None = None,
+    claim: Claim | None = None,
+) -> Manifest:
+    """Make a snapshot of what all ranks have written; see :func:`publish`.
+
+    Raises:
+        LayoutMismatchError: no rank has some part of a sharded tensor.
+        SnapshotError, OSError: what publishing raises. There is no snapshot then, or still the one
+            before.
+    """
+    manifest = merge(parts, take, time.time())
+    if store:
+        manifest = msgspec.structs.replace(manifest, store=store)
+    publish(storage, manifest, options, claim)
+    return manifest
 
 
 def publish(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
-from torchstore_snapshot.format.file_headers import header_digest
-from torchstore_snapshot.format.hashes import BLOCK, Digest
+from torchstore_core import boxes
+from torchstore_core.errors import LayoutMismatchError
 from torchstore_snapshot.format.manifest import (
     DataFile,
     Entries,
@@ -17,11 +17,8 @@ from torchstore_snapshot.format.manifest import (
     Piece,
     TensorEntry,
 )
-from torchstore_snapshot.taking.collecting import Item
-from torchstore_snapshot.taking.planning import PlannedFile, check_complete
-from torchstore_snapshot.taking.reusing import Reused
 
-__all__ = ["Part", "merge", "part_of"]
+__all__ = ["Part", "check_complete", "merge"]
 
 
 class Part(msgspec.Struct):
@@ -40,57 +37,6 @@ class Part(msgspec.Struct):
     entries: Entries
     common: list[tuple[str, str, str]]
     ties: list[tuple[str, str, str, str]]
-
-
-def part_of(
-    rank: int,
-    keys: Sequence[str],
-    items: Sequence[Item],
-    files: Sequence[PlannedFile],
-    digests: Sequence[Sequence[Digest]],
-    reused: Sequence[Reused] = (),
-) -> Part:
-    """Describe what this rank has written, and what it refers to in files of earlier snapshots."""
-    pieces: dict[int, list[Piece]] = {}
-    described: list[DataFile] = []
-    for index, (file, hashes) in enumerate(zip(files, digests, strict=True)):
-        head = header_digest(file.layout.header)
-        described.append(DataFile(file.name, file.layout.nbytes, rank, block=BLOCK, header=head))
-        columns = zip(file.units, file.layout.starts, hashes, strict=True)
-        for unit, start, digest in columns:
-            item = items[unit.item]
-            if item.is_tensor:
-                source = item.pieces[unit.piece]
-                nbytes, where = source.tensor.nbytes, source.slice
-            else:
-                nbytes, where = len(item.data), None
-            piece = Piece(index, start, nbytes, digest.whole, where, digest.blocks)
-            pieces.setdefault(unit.item, []).append(piece)
-    index_of: dict[DataFile, int] = {}
-    for unit, home, piece in reused:
-        index = index_of.setdefault(home, len(described))
-        if index == len(described):
-            described.append(home)
-        position = items[unit.item].pieces[unit.piece].slice
-        moved = msgspec.structs.replace(piece, file=index, slice=position)
-        pieces.setdefault(unit.item, []).append(moved)
-    part = Part(rank, list(keys), described, {key: {} for key in keys}, [], [])
-    for number, item in enumerate(items):
-        own = pieces.get(number, [])
-        entry: Entry
-        if item.is_tensor:
-            entry = TensorEntry(item.dtype, item.shape, tuple(own), item.steps)
-        elif own:
-            entry = ObjectEntry(item.codec, piece=own[0], steps=item.steps)
-        else:
-            entry = ObjectEntry(item.codec, item.data, steps=item.steps)
-        part.entries[item.key][item.name] = entry
-        if item.common:
-            part.common.append((item.key, item.name, item.mesh))
-        if item.tied is not None:
-            first = items[item.tied]
-            part.ties.append((item.key, item.name, first.key, first.name))
-    return part
 
 
 def merge(parts: Sequence[Part], take: str, created: float) -> Manifest:
@@ -194,3 +140,17 @@ def _content(entry: Entry) -> object:
         return entry.codec, entry.data, digest, entry.steps
     pieces = frozenset((p.digest, p.slice) for p in entry.pieces)
     return entry.dtype, entry.shape, pieces, entry.steps
+
+
+def check_complete(path: str, shape: tuple[int, ...], found: Collection[boxes.Box]) -> None:
+    """Raise LayoutMismatchError if boxes do not cover a tensor of this shape."""
+    whole = boxes.whole(shape)
+    gaps = [] if whole in found else boxes.missing(whole, list(found))
+    if gaps:
+        listed = ", ".join(f"{list(box.shape)} at {list(box.offset)}" for box in gaps[:3])
+        raise LayoutMismatchError(
+            f"{path!r}: no rank has {listed} of {list(shape)}; all ranks of a sharded tensor must "
+            "take part in the snapshot",
+            key=path,
+            details={"missing": [[list(box.offset), list(box.shape)] for box in gaps]},
+        )

@@ -8,11 +8,12 @@ neither is a file that no take has written, or a folder.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
+from torchstore_snapshot.committing.options import TakeOptions
 from torchstore_snapshot.errors import (
     ForeignFileError,
     NotAtomicError,
@@ -26,14 +27,10 @@ from torchstore_snapshot.errors import (
 from torchstore_snapshot.format import manifest as manifests
 from torchstore_snapshot.format.manifest import FORMAT, Manifest
 from torchstore_snapshot.format.paths import MANIFEST
-from torchstore_snapshot.format.weight_maps import is_damaged, map_name, written_by_a_take
+from torchstore_snapshot.format.weight_maps import is_damaged, written_by_a_take
 from torchstore_snapshot.storage.base import Storage
-from torchstore_snapshot.taking.collecting import Item
 
-if TYPE_CHECKING:
-    from torchstore_snapshot.taking.preparing import TakeOptions
-
-__all__ = ["maps_of", "never_visible", "refuse_existing", "refuse_foreign_maps", "replaced"]
+__all__ = ["never_visible", "refuse_existing", "refuse_foreign_maps", "replaced"]
 
 
 def refuse_existing(storage: Storage, *, overwrite: bool) -> None:
@@ -105,16 +102,6 @@ def replaced(storage: Storage) -> Manifest | None:
         ) from error
     except (SnapshotFormatError, SnapshotCorruptError):
         return None
-
-
-def maps_of(items: Iterable[Item]) -> list[str]:
-    """Return the names of the weight maps that a snapshot of these entries may have."""
-    keys: dict[str, bool] = {}
-    for item in items:
-        if item.is_tensor:
-            whole = len(item.pieces) == 1 and item.pieces[0].slice is None
-            keys[item.key] = keys.get(item.key, True) and whole
-    return [map_name(key) for key, whole in keys.items() if whole]
 
 
 def refuse_foreign_maps(storage: Storage, names: Sequence[str]) -> None:

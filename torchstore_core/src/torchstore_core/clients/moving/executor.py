@@ -13,15 +13,14 @@ from typing import NamedTuple
 import msgspec
 
 from torchstore_core.clients.calls.clock import Clock
+from torchstore_core.clients.moving import staging
+from torchstore_core.clients.moving.batches import Batch, Mapped, ReadsInPlace
+from torchstore_core.clients.moving.windows import by_window as _by_window
 from torchstore_core.clients.session.abilities import has_map, has_window
 from torchstore_core.clients.session.channel import Channel
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.session.stalls import StallWatch
 from torchstore_core.clients.session.volume_links import VolumeLinks
-from torchstore_core.clients.transfer import mapping, staging
-from torchstore_core.clients.transfer.moves import Batch, GetBatch
-from torchstore_core.clients.transfer.windows import by_window as _by_window
-from torchstore_core.clients.transfer.windows import decode_objects
 from torchstore_core.contracts.transport import Link
 from torchstore_core.errors import (
     StoreClosedError,
@@ -54,14 +53,14 @@ class Moved(msgspec.Struct, frozen=True):
 
     batch: Batch
     transport: str
-    mappings: Sequence[mapping.Mapped] = ()
+    mappings: Sequence[Mapped] = ()
 
 
 class _Rest(NamedTuple):
     """Of a batch: what has been mapped, and a batch of the rest."""
 
-    mapped: Sequence[mapping.Mapped]
-    rest: GetBatch
+    mapped: Sequence[Mapped]
+    rest: ReadsInPlace
 
 
 async def execute(
@@ -144,7 +143,7 @@ async def _watched(
     batch: Batch,
     deadline: float | None,
     is_last: bool,
-) -> Sequence[mapping.Mapped]:
+) -> Sequence[Mapped]:
     """Move a batch by way of another process or host, or of a cable, each of which may hang; what
     stands still has failed.
 
@@ -171,7 +170,7 @@ async def _by_candidate(
     candidate: Candidate,
     batch: Batch,
     watch: StallWatch | None = None,
-) -> Sequence[mapping.Mapped]:
+) -> Sequence[Mapped]:
     link = await links.connect(candidate)
     if watch is not None:
         watch.on_link(link)
@@ -198,26 +197,26 @@ async def _settle(session: Session, batch: Batch, failed: TransportError) -> Non
     batch.unsettled = ""
 
 
-async def by_link(link: Link, batch: Batch, room: int | None = None) -> Sequence[mapping.Mapped]:
+async def by_link(link: Link, batch: Batch, room: int | None = None) -> Sequence[Mapped]:
     """Move a batch over a link, in the best way that the link supports.
 
     Args:
         room: size of the segment in bytes, if it is known.
     """
-    mapped: Sequence[mapping.Mapped] = ()
-    if isinstance(batch, GetBatch):
+    mapped: Sequence[Mapped] = ()
+    if isinstance(batch, ReadsInPlace):
         if isinstance(batch.prepared, _Rest):  # mappings outlive the link that made them
             mapped, batch = batch.prepared
         elif has_map(link) and batch.prepared is None:
             whole = batch
-            mapped, batch = mapping.map_runs(link, batch)
+            mapped, batch = batch.map(link)
             if mapped:
                 whole.prepared = _Rest(mapped, batch)
-        if not batch.jobs and not batch.plain:
+        if batch.is_empty:
             return mapped
     if has_window(link):
-        if isinstance(batch, GetBatch) and batch.prepared is None:
-            decode_objects(link, batch)
+        if isinstance(batch, ReadsInPlace) and batch.prepared is None:
+            batch.decode(link)
         await _by_window(link, batch)
     else:
         await staging.by_copies(link, batch, room)

@@ -1,0 +1,1 @@
+"""From bytes to a committed snapshot: files, the manifest, publishing. Torch-free."""
