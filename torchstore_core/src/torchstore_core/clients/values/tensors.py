@@ -272,9 +272,17 @@ def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch
 
 
 def from_buffer(
-    buffer: Any, offset: int, shape: tuple[int, ...], dtype: torch.dtype
+    buffer: Any,
+    offset: int,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    stride: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
-    """A tensor on a writable buffer, from byte ``offset`` on. It keeps the buffer alive."""
+    """A tensor on a writable buffer, from byte ``offset`` on. It keeps the buffer alive.
+
+    Args:
+        stride: None: that of contiguous tensors.
+    """
     numel = 1
     for extent in shape:
         numel *= extent
@@ -285,7 +293,27 @@ def from_buffer(
     else:
         like = _BYTES_LIKE[dtype.itemsize]
         flat = torch.frombuffer(buffer, dtype=like, count=numel, offset=offset).view(dtype)
+    if stride is not None:
+        return flat.as_strided(shape, stride)
     return flat if len(shape) == 1 else flat.view(shape)
+
+
+def compact(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor itself if its elements fill the memory from the first to the last one, otherwise a
+    copy of which that is true. None if :func:`from_buffer` could not restore it from that memory,
+    or if it has more elements than its storage, because they are repeated.
+    """
+    if not (
+        tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.dtype not in _QUANTIZED
+        and not (tensor.requires_grad or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
+        and not (tensor.__dict__ or tensor._is_zerotensor())
+        and _has_storage(tensor)
+        and tensor.nbytes <= tensor.untyped_storage().nbytes()
+    ):
+        return None
+    return tensor if tensor.is_contiguous() else tensor.clone()
 
 
 def check_cast(key: str, of: torch.dtype, to: torch.dtype) -> None:
