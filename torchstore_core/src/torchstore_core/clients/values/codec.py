@@ -474,12 +474,12 @@ def _plain_tensors() -> dict[type, Any]:
     """How to pickle tensors that are nothing but elements, a dtype and a shape."""
     import torch
 
-    from torchstore_core.clients.values.tensors import compact, from_buffer
+    from torchstore_core.clients.values.tensors import address_of, compact, from_buffer
 
     def reduced(tensor: torch.Tensor) -> Any:
         if (full := compact(tensor)) is None:
             return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        data = pickle.PickleBuffer(memory_of(full, full.data_ptr(), full.nbytes))
+        data = pickle.PickleBuffer(memory_of(full, address_of("", full), full.nbytes))
         what = data, 0, tuple(full.shape), full.dtype
         return from_buffer, what if full.is_contiguous() else (*what, full.stride())
 

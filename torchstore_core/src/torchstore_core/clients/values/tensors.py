@@ -6,7 +6,7 @@ import ctypes
 import math
 import operator
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -464,12 +464,23 @@ def split_rows(
 
 
 def rows_of(a: torch.Tensor, b: torch.Tensor) -> list[copying.Grid] | None:
-    """How to copy ``b`` into ``a``, which has the same shape, row by row. None if torch should do
-    it instead: the rows are too short, the dtypes differ, or one of them is on a device.
+    """How to copy ``b`` into ``a``, which has the same shape, row by row. None if the rows are too
+    short, the dtypes differ, or one of them is on a device.
     """
     if a.dtype is not b.dtype or not (a.is_cpu and b.is_cpu):
         return None
     return copying.grids(
+        tuple(a.shape), a.element_size(), a.data_ptr(), a.stride(), b.data_ptr(), b.stride()
+    )
+
+
+def elements_of(a: torch.Tensor, b: torch.Tensor) -> copying.Task | None:
+    """A task that copies ``b`` into ``a``, which has the same shape, element by element. None if
+    torch should do it: the dtypes differ, or one of them is on a device.
+    """
+    if a.dtype is not b.dtype or not (a.is_cpu and b.is_cpu):
+        return None
+    return copying.strided(
         tuple(a.shape), a.element_size(), a.data_ptr(), a.stride(), b.data_ptr(), b.stride()
     )
 
@@ -488,11 +499,14 @@ def _copy_here(a: torch.Tensor, b: torch.Tensor) -> None:
         _copy_here(to, of)
 
 
-def strided_copy(a: torch.Tensor, b: torch.Tensor, *, stream: bool) -> Callable[[], None]:
+def strided_copy(a: torch.Tensor, b: torch.Tensor, *, stream: bool) -> copying.Task:
     """A task that copies ``b`` into ``a``, which has the same shape; bit for bit if the dtypes are
     the same. The caller must have checked both with :func:`address_of` immediately before.
     """
-    rows = rows_of(a, b)
+    if (rows := rows_of(a, b)) is not None:
+        return partial(copying.copy_grids, rows, stream=stream)
+    if (by_elements := elements_of(a, b)) is not None:
+        return by_elements
 
     def by_torch() -> None:
         with torch.inference_mode():  # the only place where inference tensors may be written to
@@ -501,7 +515,4 @@ def strided_copy(a: torch.Tensor, b: torch.Tensor, *, stream: bool) -> Callable[
             else:  # on a copy thread, which takes large pieces
                 a.copy_(b)
 
-    def by_rows() -> None:
-        copying.copy_grids(rows or (), stream=stream)
-
-    return by_torch if rows is None else by_rows
+    return by_torch
