@@ -5,7 +5,7 @@ The extension is optional: without a compiler the install succeeds and the Pytho
 
 from setuptools import Extension, setup
 
-_NAMES = ("module", "guarding", "hashing", "transfer", "turns")
+_NAMES = ("module", "guarding", "hashing", "strided", "transfer", "turns")
 
 setup(
     ext_modules=[

@@ -21,7 +21,9 @@ from tests.support import emptied, turn
 
 import torchstore_core as ts
 from torchstore_core.clients.moving import executor
-from torchstore_core.clients.transfer.moves import get_batches
+from torchstore_core.clients.session.volume_links import MANY
+from torchstore_core.clients.transfer.columns.batches import ColumnsGet
+from torchstore_core.clients.transfer.moves import GetBatch, get_batches
 from torchstore_core.clients.transfer.targets import Results, plain_targets
 from torchstore_core.clients.values import plain
 from torchstore_core.clients.values.plain import look
@@ -334,3 +336,38 @@ async def test_ties_among_many(client: ts.Client) -> None:
     into["a"] = into["b"] = torch.zeros(20, 30)
     await client.get_state_dict("d", into)
     assert all(torch.equal(into[key], value) for key, value in values.items())
+
+
+@pytest.mark.parametrize("as_dict", [False, True], ids=["batch", "state dict"])
+async def test_tiny_ones_are_copied_together_from_the_window_if_they_are_many(
+    server: ServerThread, monkeypatch: pytest.MonkeyPatch, as_dict: bool
+) -> None:
+    """They came inside the message, one by one: ten times as long as twice as many bytes took."""
+    ways: list[str] = []
+    for of, name in ((ColumnsGet, "moves"), (GetBatch, "moves"), (Results, "finish")):
+        monkeypatch.setattr(of, name, noting(ways, of.__name__, getattr(of, name)))
+    client = await ts.connect(server.address, store_name="tiny", block=["inprocess"])
+    await client.put("large", torch.ones(1 << 18))  # connects the link
+    for count, way in ((MANY - 1, "Results"), (MANY, "ColumnsGet")):
+        values = {f"t{i}": torch.full((2,), float(i)) for i in range(count)}
+        into = {key: torch.zeros(2) for key in values}
+        if as_dict:
+            await client.put_state_dict(values, "all")
+            ways.clear()
+            await client.get_state_dict("all", into)
+        else:
+            await client.put_batch(values)
+            ways.clear()
+            await client.get_batch(into)
+        assert set(ways) == {way}
+        assert all(map(torch.equal, into.values(), values.values()))
+    await emptied(client)
+    await ts.shutdown("tiny")
+
+
+def noting(ways: list[str], name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(*args: Any) -> Any:
+        ways.append(name)
+        return method(*args)
+
+    return noted

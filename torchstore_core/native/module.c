@@ -293,6 +293,9 @@ static PyObject *copy_rows(PyObject *self, PyObject *args) {
 /* transfer(fd, rows, sending, more): in transfer.c. */
 extern PyObject *torchstore_transfer(PyObject *self, PyObject *args);
 
+/* copy_strided(array): in strided.c. */
+extern PyObject *torchstore_copy_strided(PyObject *self, PyObject *buffer);
+
 /* hash_runs(runs): in hashing.c. */
 extern PyObject *torchstore_hash_runs(PyObject *self, PyObject *list);
 
@@ -741,6 +744,9 @@ static PyMethodDef methods[] = {
     {"copy_rows", copy_rows, METH_VARARGS,
      "copy_rows(grids, stream)\n\nCopy each (dst, src, nbytes, rows, dst step, src step) of an int64\n"
      "buffer, row by row, GIL released."},
+    {"copy_strided", torchstore_copy_strided, METH_O,
+     "copy_strided(array)\n\nCopy a strided array into another, GIL released: an int64 buffer of dst, src, itemsize,\n"
+     "and (extent, dst step, src step) for each dimension, steps in bytes."},
     {"hash_runs", torchstore_hash_runs, METH_O,
      "hash_runs(runs)\n\nThe XXH3 (128 bits) of each (destination or 0, source, nbytes), which is copied on the\n"
      "way, GIL released; None if the processor has no AVX2."},

@@ -11,14 +11,17 @@ import math
 import struct
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchstore_core.clients.values.codec import decode_object, encode_object
+from torchstore_core.clients.values.codec import decode_object, encode_object, encode_pieces
+from torchstore_core.clients.values.pieces import Pieces
 from torchstore_core.errors import OutOfMemoryError, UnsafeObjectError, UnsupportedValueError
 from torchstore_core.values import ObjectMeta, ObjectRef
 
@@ -408,3 +411,76 @@ def test_an_object_for_which_there_is_no_memory_says_so() -> None:
     with pytest.raises(OutOfMemoryError, match="'k': this process has no memory") as caught:
         decode_object("k", meta, data, allow_pickle=True)
     assert caught.value.details == {"requested_bytes": len(data)}
+
+
+# ---- tensors inside of objects --------------------------------------------------------------
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    batch = torch.arange(24.0).reshape(4, 6)
+    named = torch.ones(3)
+    named.mine = "kept"  # type: ignore[attr-defined]
+    return {
+        "whole": batch,
+        "a row": batch[1],
+        "a column": batch[:, 2],
+        "transposed": batch.t(),
+        "channels last": torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "without dimensions": torch.tensor(7),
+        "empty": torch.empty(0, 3),
+        "expanded": torch.ones(1).expand(1 << 40),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+        "negative": torch.tensor([1 + 2j]).conj().imag,
+        "with a gradient": torch.ones(2, requires_grad=True),
+        "parameter": torch.nn.Parameter(batch),
+        "with an attribute": named,
+        "bfloat16": batch.to(torch.bfloat16),
+        "float8": batch.to(torch.float8_e4m3fn),
+    }
+
+
+@pytest.mark.parametrize("name", tensors())
+def test_tensors_inside_of_objects_come_back_as_they_were(name: str) -> None:
+    tensor = tensors()[name]
+    _, (back, again) = through([tensor, tensor])
+    assert back is again
+    assert type(back) is type(tensor)
+    assert back.dtype is tensor.dtype
+    assert back.shape == tensor.shape
+    assert back.requires_grad == tensor.requires_grad
+    assert back.__dict__ == tensor.__dict__
+    if back.numel() < 1 << 20:
+        assert torch.equal(back.to(torch.complex64), tensor.to(torch.complex64))
+    if name != "a column":  # what lies between the elements of a column stays here
+        assert back.stride() == tensor.stride()
+    if name != "expanded":
+        with torch.no_grad():
+            back.zero_()  # it has memory of its own, that may be written to
+
+
+@pytest.mark.parametrize(
+    "of",
+    [list, lambda batch: [torch.nn.Parameter(row) for row in batch], lambda batch: [*batch.t()]],
+    ids=["rows", "parameters", "columns"],
+)
+@pytest.mark.parametrize("by_value", [False, True], ids=["by name", "by value"])
+def test_parts_of_a_tensor_take_their_own_bytes_and_not_those_of_the_whole(
+    of: Callable[[torch.Tensor], list[torch.Tensor]], by_value: bool
+) -> None:
+    """A list of a batch's rows took the square of their number, in memory and in time."""
+    batch = torch.rand(100, 100)
+    value = of(batch), (lambda: 1) if by_value else None
+    meta, data = encode_object("k", value, allow_pickle=True)
+    assert batch.nbytes <= len(data) < 2 * batch.nbytes
+    back = decode_object("k", meta, data, allow_pickle=True)[0]
+    assert all(map(torch.equal, back, value[0]))
+
+
+def test_large_tensors_inside_of_objects_are_not_copied_to_encode_them() -> None:
+    tensor = torch.zeros(100_000)
+    _, data = encode_pieces("k", {"beside": [1], "large": tensor}, allow_pickle=True)
+    assert isinstance(data, Pieces)
+    tensor.fill_(1)
+    before = data.joined()
+    tensor.zero_()
+    assert data.joined() != before

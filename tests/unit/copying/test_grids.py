@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 import torch
 from hypothesis import given
@@ -66,9 +68,72 @@ def test_without_a_compiler_rows_are_copied_one_by_one(monkeypatch: pytest.Monke
     assert tensors.rows_of(target, source[:, :300]) is None
 
 
+@st.composite
+def strided(draw: st.DrawFn, shape: list[int], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """A view of ``shape`` in any order, with gaps; and the whole of it."""
+    order = draw(st.permutations(range(len(shape))))
+    steps = [draw(st.integers(1, 2)) for _ in shape]
+    pads = [draw(st.integers(0, 2)) for _ in shape]
+    big = [shape[d] * steps[d] + pads[d] for d in order]
+    whole = torch.full(big, GUARD, dtype=dtype)
+    view = whole.permute([order.index(d) for d in range(len(shape))])
+    for d, extent in enumerate(shape):
+        view = view.narrow(d, draw(st.integers(0, pads[d])), extent * steps[d])
+    return view[tuple([slice(None, None, step) for step in steps])], whole
+
+
+@needs_native
+@given(st.data(), st.sampled_from([torch.uint8, torch.int16, torch.int32, torch.int64]))
+def test_elements_are_copied_and_nothing_beside_them(
+    data: st.DataObject, dtype: torch.dtype
+) -> None:
+    extents = st.one_of(st.integers(1, 4), st.sampled_from([31, 32, 33, 64, 70]))
+    shape = data.draw(st.lists(extents, max_size=4).filter(lambda s: torch.Size(s).numel() < 9000))
+    target, beside = data.draw(strided(shape, dtype))
+    source, _ = data.draw(strided(shape, dtype))
+    source.copy_(torch.randint(100, 120, shape, dtype=dtype))
+    if shape and data.draw(st.booleans()):
+        source = source[:1].expand(shape)
+    expected = beside.clone()
+    torch.as_strided(
+        expected, target.shape, target.stride(), target.storage_offset()
+    ).copy_(source)  # fmt: skip
+    copy = tensors.elements_of(target, source)
+    assert copy is not None
+    copy()
+    assert torch.equal(beside, expected)
+
+
+@needs_native
+@pytest.mark.parametrize("shape", [(300, 500), (1, 1), (1000, 3), (0, 4), ()])
+def test_elements_of_sixteen_bytes(shape: tuple[int, ...]) -> None:
+    source = torch.randn(shape, dtype=torch.complex128)
+    into = torch.zeros(shape[::-1], dtype=torch.complex128).permute(list(range(len(shape)))[::-1])
+    tensors.strided_copy(into, source, stream=False)()
+    assert torch.equal(into, source)
+
+
+def test_what_the_compiled_copy_does_not_take_raises() -> None:
+    native = pytest.importorskip("torchstore_core._native")
+    for numbers in ([], [0, 0], [0, 0, 3], [0, 0, 4, 1], [0, 0, 4, *[1, 1, 1] * 65]):
+        with pytest.raises(ValueError, match="copy_strided"):
+            native.copy_strided(array("q", numbers))
+
+
+def test_without_a_compiler_torch_copies_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "_copy_strided", None)
+    target, source = torch.zeros(40, 50), torch.rand(50, 40).t()
+    assert tensors.elements_of(target, source) is None
+    tensors.strided_copy(target, source, stream=False)()
+    assert torch.equal(target, source)
+
+
 @needs_native
 def test_what_torch_must_copy_is_left_to_it() -> None:
     wide = torch.zeros(8, 1024)
+    assert tensors.elements_of(wide, torch.zeros(8, 1024, dtype=torch.int32)) is None  # a cast
+    assert tensors.elements_of(wide, torch.zeros(8, 1024, device="meta")) is None
+    assert tensors.elements_of(wide, torch.zeros(1024, 8).t()) is not None
     assert tensors.rows_of(wide, torch.zeros(8, 2048)[:, ::2]) is None  # no rows
     assert tensors.rows_of(wide[:, :63], wide[:, 64:127]) is None  # short rows
     assert tensors.rows_of(wide, torch.zeros(8, 1024, dtype=torch.int32)) is None  # a cast

@@ -14,6 +14,7 @@ import queue
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from math import prod
 
 from torchstore_core.errors import ConfigurationError, TransportNotReadyError
@@ -38,11 +39,16 @@ try:
     from torchstore_core._native import hash_runs as _native_hash_runs
 except ImportError:
     _native_hash_runs = None  # type: ignore[assignment]
+try:
+    from torchstore_core._native import copy_strided as _native_strided
+except ImportError:
+    _native_strided = None  # type: ignore[assignment]
 _copy_runs: Callable[[list[Run], int, bool, bool], None] | None = _native_runs
 _copy_columns: Callable[[list[int], list[int], list[int], int, bool, bool], None] | None = (
     _native_columns
 )
 _copy_rows: Callable[[array[int], bool], None] | None = _native_rows
+_copy_strided: Callable[[array[int]], None] | None = _native_strided
 _hash_runs: Callable[[list[Run]], bytes | None] | None = _native_hash_runs
 
 #: Bytes of strided copies that one thread takes at a time.
@@ -57,7 +63,7 @@ STREAM_MIN = 4 << 20
 #: Fewer bytes are not hashed by :func:`hash_runs`: XXH3 has other formulas for them.
 HASH_MIN = 241
 
-# Rows of fewer bytes, and copies that need more grids than this, are left to torch.
+# Rows of fewer bytes, and copies that need more grids than this, are copied by elements.
 _ROW_MIN = 256
 _MAX_GRIDS = 4096
 
@@ -140,6 +146,25 @@ def copy_grids(grids: Iterable[Grid], *, stream: bool) -> None:
     for destination, source, nbytes, rows, to_step, of_step in grids:
         for row in range(rows):
             ctypes.memmove(destination + row * to_step, source + row * of_step, nbytes)
+
+
+def strided(
+    shape: Sequence[int],
+    itemsize: int,
+    to: int,
+    to_steps: Sequence[int],
+    of: int,
+    of_steps: Sequence[int],
+) -> Task | None:
+    """A task that copies a strided array into another, element by element; the arguments are those
+    of :func:`grids`. None where the compiled copy is not available.
+    """
+    if (copy := _copy_strided) is None:
+        return None
+    numbers = [to, of, itemsize]
+    for extent, to_step, of_step in zip(shape, to_steps, of_steps, strict=True):
+        numbers += (extent, to_step * itemsize, of_step * itemsize)
+    return partial(copy, array("q", numbers))
 
 
 def grids(

@@ -262,14 +262,15 @@ class Session:
                 elif channel is not None and channel.usable:
                     channel.shut_down()
 
-    def inline_max(self) -> int:
+    def inline_max(self, count: int = 1) -> int:
         """Return the largest batch, in bytes, to send inside a message to any volume; -1: none.
+        ``count``: how many tensors of few kinds it has.
 
         The controller chooses the volume, so this is the smallest of the limits of all volumes.
         """
         if len(self.volumes) == 1:
-            return self.volumes[0].inline_max()
-        living = [volume.inline_max() for volume in self.volumes if not volume.lost]
+            return self.volumes[0].inline_max(count)
+        living = [volume.inline_max(count) for volume in self.volumes if not volume.lost]
         return min(living, default=-1)
 
     # ---- releasing ------------------------------------------------------------------------

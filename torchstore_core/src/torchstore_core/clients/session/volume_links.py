@@ -41,6 +41,9 @@ Limit = tuple[weakref.ref[asyncio.Timeout], weakref.ref[asyncio.AbstractEventLoo
 _FIRST_BACKOFF_S = 1.0
 _LONGEST_BACKOFF_S = 30.0
 _RETRY_TIMEOUT_S = 15.0
+#: So many tensors, however small, do not ride in a message: to describe and to copy them one by one
+#: takes longer than a second message, and from a window they are copied together.
+MANY = 128
 # A connect that had less time than this may time out without a fault of the transport.
 _TOO_SHORT_S = 0.5
 # Of the process and the host, and of networks.
@@ -253,11 +256,18 @@ class VolumeLinks:
         found = [one.route for links in self._all_links() if (one := links.get(transport))]
         return next(filter(None, found), "")
 
-    def inline_max(self) -> int:
-        """See ``Ranking.inline_max``. Must be called on a running event loop."""
+    def inline_max(self, count: int = 1) -> int:
+        """See ``Ranking.inline_max``. Nothing but empty values if there are ``MANY`` of them, and
+        this process moves their bytes. Must be called on a running event loop.
+        """
         if self._backoffs:
             self._start_retries()
-        return self.ranking.inline_max()
+        most = self.ranking.inline_max()
+        if count >= MANY and most > 0:
+            best = self.ranking.order(most + 1)
+            if best and self.copies_itself(best[0]):
+                return 0
+        return most
 
     def warm(self, segment: int, nbytes: int) -> None:
         """Fill this process's page tables for warm memory. Blocks, so not for event loops."""

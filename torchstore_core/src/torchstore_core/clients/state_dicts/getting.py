@@ -164,7 +164,8 @@ async def _fetch(
     state_dict, wanted = target
     wants = [ask.wire() for ask in wanted.asks] if isinstance(wanted, Wanted) else None
     ident = channel.next_id(), leasing.lease, key, version
-    more = session.inline_max(), leasing.avoid
+    count = len(wanted.keys) if isinstance(wanted, Named) else 1
+    more = session.inline_max(count), leasing.avoid
     request: m.Fetch
     if isinstance(wanted, Named):
         request = m.FetchKeys(*ident, [], *more, wanted.keys)

@@ -163,7 +163,8 @@ async def get_named(
     leasing = Reading(session, channel, clock)
     while True:
         with leasing:
-            number, lease, most = channel.next_id(), leasing.lease, session.inline_max()
+            number, lease = channel.next_id(), leasing.lease
+            most = session.inline_max(len(named.keys))
             request = m.LocateKeys(number, lease, [], most, leasing.avoid, named.keys)
             located = await channel.call(request, m.Located, clock.left())
             clock.phase("plan")

@@ -72,7 +72,7 @@ async def put_sources(
     Returns:
         The reply, with the version of each source; for a state dict, a single one.
     """
-    if nbytes == 0 or nbytes <= session.inline_max():
+    if nbytes == 0 or nbytes <= session.inline_max(columns_of(sources)):
         if type(sources) is TensorColumns:
             sources = sources.sources()
         items = [source.item(inline_bytes(source)) for source in sources]
@@ -91,6 +91,11 @@ async def put_sources(
         await putting.begin()
         await putting.write()
         return await putting.commit()
+
+
+def columns_of(sources: Sequence[Source] | TensorColumns) -> int:
+    """How many values are in columns; 1: they are not."""
+    return len(sources) if type(sources) is TensorColumns else 1
 
 
 class InPut:

@@ -33,7 +33,7 @@ class _TensorMove(NamedTuple):
 
 
 class TensorMove(_TensorMove, LibraryMove):
-    """A move that torch must do: its rows are too short, its dtype differs, or it is on a device.
+    """A move of a tensor as such: its rows are short, its dtype differs, or it is on a device.
 
     Args:
         tensor: in this process's memory, with any strides.

@@ -20,6 +20,7 @@ of the same program.
 
 from __future__ import annotations
 
+import copyreg
 import io
 import os
 import pickle
@@ -33,7 +34,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from torchstore_core.clients.values.pieces import LARGE, Buffer, Pieces, utf8_of
+from torchstore_core.clients.values.pieces import LARGE, Buffer, Pieces, memory_of, utf8_of
 from torchstore_core.errors import OutOfMemoryError, UnsafeObjectError, UnsupportedValueError
 from torchstore_core.values import ObjectMeta
 
@@ -322,7 +323,7 @@ def _pickled(value: Any) -> _Written:
     if not written.may_mention(_MAIN_MARK):
         return written
     names = _MainNameFinder()
-    names.dump(value)
+    _with_tensors(names).dump(value)
     if not names.found or (cloudpickle := _cloudpickle()) is None:
         return written
     try:
@@ -388,7 +389,7 @@ def _is_frame(buffer: Buffer, at: int) -> bool:
 
 def _dumped(pickler: Any, value: Any) -> _Written:
     written = _Written()
-    pickler(written, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    _with_tensors(pickler(written, protocol=pickle.HIGHEST_PROTOCOL)).dump(value)
     return written
 
 
@@ -453,6 +454,38 @@ class _NullWriter:
 
 
 # ---- tensors inside of objects ------------------------------------------------------------
+
+
+_TABLE: Any = pickle.Pickler.dispatch_table
+
+
+def _with_tensors(pickler: Any) -> Any:
+    """Have a pickler write the elements of plain tensors. What torch writes for each is a file of
+    the whole storage that it is a part of.
+    """
+    if "torch" in sys.modules:  # otherwise there are none
+        others = getattr(pickler, "dispatch_table", copyreg.dispatch_table)
+        # Not as an attribute: one of a class, like that of cloudpickle, would stay what counts.
+        _TABLE.__set__(pickler, {**others, **_plain_tensors()})
+    return pickler
+
+
+@cache
+def _plain_tensors() -> dict[type, Any]:
+    """How to pickle tensors that are nothing but elements, a dtype and a shape."""
+    import torch
+
+    from torchstore_core.clients.values.tensors import address_of, compact, from_buffer
+
+    def reduced(tensor: torch.Tensor) -> Any:
+        if (full := compact(tensor)) is None:
+            return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        data = pickle.PickleBuffer(memory_of(full, address_of("", full), full.nbytes))
+        what = data, 0, tuple(full.shape), full.dtype
+        return from_buffer, what if full.is_contiguous() else (*what, full.stride())
+
+    return {torch.Tensor: reduced}
+
 
 # The name of every function with which torch unpickles tensors, or storages, contains one of these.
 _TENSOR_MARKS = (b"_rebuild_", b"_load_from_bytes")

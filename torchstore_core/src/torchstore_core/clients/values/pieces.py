@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Iterable
 
 from torchstore_core.errors import UnsupportedValueError
@@ -74,9 +75,18 @@ def utf8_of(text: str) -> Buffer:
     """
     if not text.isascii():
         return text.encode()
-    memory = (ctypes.c_ubyte * len(text)).from_address(_as_utf8(text, None))
-    memory.of = text  # type: ignore[attr-defined]  # keeps it alive
-    return memoryview(memory).cast("B")
+    return memory_of(text, _as_utf8(text, None), len(text))
+
+
+def memory_of(owner: object, address: int, nbytes: int) -> memoryview:
+    """Memory of ``owner``, which lives as long as this."""
+    memory = _Memory.from_address(address)
+    memory.of = owner  # type: ignore[attr-defined]  # keeps it alive
+    return memoryview(memory)[:nbytes].cast("B")
+
+
+# Of any size, because making a type for each takes longer than all the rest.
+_Memory = ctypes.c_ubyte * sys.maxsize
 
 
 _as_utf8 = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)(

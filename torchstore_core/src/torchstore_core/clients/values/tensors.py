@@ -6,7 +6,7 @@ import ctypes
 import math
 import operator
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -272,9 +272,17 @@ def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch
 
 
 def from_buffer(
-    buffer: Any, offset: int, shape: tuple[int, ...], dtype: torch.dtype
+    buffer: Any,
+    offset: int,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    stride: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
-    """A tensor on a writable buffer, from byte ``offset`` on. It keeps the buffer alive."""
+    """A tensor on a writable buffer, from byte ``offset`` on. It keeps the buffer alive.
+
+    Args:
+        stride: None: that of contiguous tensors.
+    """
     numel = 1
     for extent in shape:
         numel *= extent
@@ -285,7 +293,27 @@ def from_buffer(
     else:
         like = _BYTES_LIKE[dtype.itemsize]
         flat = torch.frombuffer(buffer, dtype=like, count=numel, offset=offset).view(dtype)
+    if stride is not None:
+        return flat.as_strided(shape, stride)
     return flat if len(shape) == 1 else flat.view(shape)
+
+
+def compact(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor itself if its elements fill the memory from the first to the last one, otherwise a
+    copy of which that is true. None if :func:`from_buffer` could not restore it from that memory,
+    or if it has more elements than its storage, because they are repeated.
+    """
+    if not (
+        tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.dtype not in _QUANTIZED
+        and not (tensor.requires_grad or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
+        and not (tensor.__dict__ or tensor._is_zerotensor())
+        and _has_storage(tensor)
+        and tensor.nbytes <= tensor.untyped_storage().nbytes()
+    ):
+        return None
+    return tensor if tensor.is_contiguous() else tensor.clone()
 
 
 def check_cast(key: str, of: torch.dtype, to: torch.dtype) -> None:
@@ -436,12 +464,23 @@ def split_rows(
 
 
 def rows_of(a: torch.Tensor, b: torch.Tensor) -> list[copying.Grid] | None:
-    """How to copy ``b`` into ``a``, which has the same shape, row by row. None if torch should do
-    it instead: the rows are too short, the dtypes differ, or one of them is on a device.
+    """How to copy ``b`` into ``a``, which has the same shape, row by row. None if the rows are too
+    short, the dtypes differ, or one of them is on a device.
     """
     if a.dtype is not b.dtype or not (a.is_cpu and b.is_cpu):
         return None
     return copying.grids(
+        tuple(a.shape), a.element_size(), a.data_ptr(), a.stride(), b.data_ptr(), b.stride()
+    )
+
+
+def elements_of(a: torch.Tensor, b: torch.Tensor) -> copying.Task | None:
+    """A task that copies ``b`` into ``a``, which has the same shape, element by element. None if
+    torch should do it: the dtypes differ, or one of them is on a device.
+    """
+    if a.dtype is not b.dtype or not (a.is_cpu and b.is_cpu):
+        return None
+    return copying.strided(
         tuple(a.shape), a.element_size(), a.data_ptr(), a.stride(), b.data_ptr(), b.stride()
     )
 
@@ -460,11 +499,14 @@ def _copy_here(a: torch.Tensor, b: torch.Tensor) -> None:
         _copy_here(to, of)
 
 
-def strided_copy(a: torch.Tensor, b: torch.Tensor, *, stream: bool) -> Callable[[], None]:
+def strided_copy(a: torch.Tensor, b: torch.Tensor, *, stream: bool) -> copying.Task:
     """A task that copies ``b`` into ``a``, which has the same shape; bit for bit if the dtypes are
     the same. The caller must have checked both with :func:`address_of` immediately before.
     """
-    rows = rows_of(a, b)
+    if (rows := rows_of(a, b)) is not None:
+        return partial(copying.copy_grids, rows, stream=stream)
+    if (by_elements := elements_of(a, b)) is not None:
+        return by_elements
 
     def by_torch() -> None:
         with torch.inference_mode():  # the only place where inference tensors may be written to
@@ -473,7 +515,4 @@ def strided_copy(a: torch.Tensor, b: torch.Tensor, *, stream: bool) -> Callable[
             else:  # on a copy thread, which takes large pieces
                 a.copy_(b)
 
-    def by_rows() -> None:
-        copying.copy_grids(rows or (), stream=stream)
-
-    return by_torch if rows is None else by_rows
+    return by_torch
