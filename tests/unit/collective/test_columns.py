@@ -17,7 +17,7 @@ from torchstore_core.errors import KeyNotFoundError, ProtocolError
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.items import one_by_one
 from torchstore_core.server.index.records import SessionRecord
-from torchstore_core.values import TensorMeta
+from torchstore_core.values import ObjectMeta, TensorMeta
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.columns import FEWEST, Kind, in_a_row, kinds_of
 
@@ -186,8 +186,8 @@ def test_what_does_not_fit_comes_one_by_one(store: Controller, session: SessionR
     assert isinstance(entries, list)
     assert not leased
     assert [entry.data for entry in entries] == [bytes(64)] * MANY
-    Rank(store).put(m.PutItem("o", TensorMeta("uint8", (3,)), 3, b"abc"))
-    entries, _ = store.locate(session, m.LocateKeys(1, 1, [], -1, [], [*NAMES, "o"]))
+    Rank(store).put(m.PutItem("o", ObjectMeta("msgpack"), 3, b"abc"))
+    entries, _ = store.locate(session, m.LocateKeys(1, 1, [], 3, [], [*NAMES, "o"]))
     assert isinstance(entries, list)
     assert entries[-1].data == b"abc"
     with pytest.raises(KeyNotFoundError) as caught:
