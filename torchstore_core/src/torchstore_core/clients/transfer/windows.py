@@ -1,6 +1,6 @@
 """Transfers over links with a window: this process copies to and from the memory itself.
 
-The copy threads copy contiguous bytes in chunks, rows as rows, and everything else with torch;
+The copy threads copy contiguous bytes in chunks, rows as rows, and everything else as tensors;
 tensors on a device are copied on its side stream. What is left when a link fails goes to the next.
 """
 
