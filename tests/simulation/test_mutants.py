@@ -39,7 +39,7 @@ _SHORT_CUTS = {
     "ignores what a dead process has received": 1100,
     "keeps no reference in flight when its sender is gone": 3881,
     "reads a version that has the number of one that is gone": 5769,
-    "settles a partial version before its base": 338,
+    "settles a partial version before its base": 2755,
     "takes out of the kernel's buffer what is not in its log": CHOKED + 1426,
     "uses pages of its disk again that are in use": 423,
 }
