@@ -18,12 +18,15 @@ _SHORT_CUTS = {
     "believes what its life before was told": 290,
     "counts a reference in flight late": 1570,
     "does not tell one rewind from the next": 128,
-    "does what its log has no room for": CHOKED + 19,
-    "drops from memory what is being read": 253,
+    "does what its log has no room for": CHOKED + 46,
+    "drops from memory what is being read": 1391,
     "evicts what is being read": 227,
+    "flips a batch in two steps": 213,
     "forgets a fork whose child is read first": 82,
     "forgets in a new log what it could not answer yet": 6352,
     "forgets the leases of a lost relay": 462,
+    "forgets the puts of a session that resumes": 212,
+    "forgets the versions of a key that is evicted": 198,
     "forgets what is on its disk when it comes back": 667,
     "forgets what it has read from its disk when it comes back": 42809,
     "forgets what its disk could not write": 48,
@@ -36,8 +39,9 @@ _SHORT_CUTS = {
     "ignores what a dead process has received": 1100,
     "keeps no reference in flight when its sender is gone": 3881,
     "reads a version that has the number of one that is gone": 5769,
-    "settles a partial version before its base": 194,
+    "settles a partial version before its base": 2755,
     "takes out of the kernel's buffer what is not in its log": CHOKED + 1426,
+    "uses pages of its disk again that are in use": 423,
 }
 
 
