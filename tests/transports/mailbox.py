@@ -91,6 +91,8 @@ class MailboxServer(TransportServer):
                 time.sleep(1000)
             case "fail":
                 raise ValueError("a fault of the half")
+            case "exit":
+                raise SystemExit("the library's fault")
             case "let go":
                 self._let_go.set()
                 return b""

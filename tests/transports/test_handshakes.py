@@ -337,7 +337,10 @@ async def test_a_fault_of_a_half_is_a_transport_error_with_the_fault() -> None:
     async with running_store(prefer=["mailbox"]) as client:
         with pytest.raises(ts.TransportError, match="a fault of the half"):
             await ask(client, Letter("fail"))
-        assert await ask(client, Letter("who"))
+        server = await ask(client, Letter("who"))
+        with pytest.raises(ts.TransportError, match=r"SystemExit.*the library's fault"):
+            await ask(client, Letter("exit"))
+        assert await ask(client, Letter("who")) == server
 
 
 @pytest.mark.parametrize("name", ["mailbox", "mailbox-apart"])

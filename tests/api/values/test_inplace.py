@@ -176,12 +176,21 @@ async def test_destinations_that_share_memory_with_themselves_are_refused(shared
     assert torch.equal(await ts.get("row", row), torch.ones(1, COLUMNS))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 async def test_destinations_that_are_no_memory_are_refused(shared):
     await ts.put("t", torch.ones(4))
     with pytest.raises(ts.UnsupportedValueError, match=r"meta tensor .* cannot be filled; give a"):
         await ts.get("t", torch.empty(4, device="meta"))
     with pytest.raises(ts.UnsupportedValueError, match=r"sparse tensor .* cannot be filled"):
         await ts.get("t", torch.zeros(4).to_sparse())
+    lazy = torch.nn.LazyLinear(4)  # these two have no shape to compare
+    with pytest.raises(ts.UnsupportedValueError, match=r"\(lazy\) parameter cannot be filled"):
+        await ts.get("t", lazy.weight)
+    with pytest.raises(ts.UnsupportedValueError, match=r"nested tensor cannot be filled"):
+        await ts.get("t", torch.nested.nested_tensor([torch.ones(2), torch.ones(2)]))
+    await ts.put_state_dict({"weight": torch.ones(4)}, "sd")
+    with pytest.raises(ts.LayoutMismatchError, match=r"'weight': an uninitialised \(lazy\)"):
+        await ts.get_state_dict("sd", {"weight": lazy.weight})
     await ts.put("c", torch.ones(4, dtype=torch.complex64))
     with pytest.raises(ts.UnsupportedValueError, match=r"conjugate .* cannot be filled"):
         await ts.get("c", torch.zeros(4, dtype=torch.complex64).conj())

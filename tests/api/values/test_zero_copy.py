@@ -189,22 +189,29 @@ class _CtrlC(weakref.ref):
         return int(signal.SIGINT)
 
 
-def _mappings() -> int:
-    return len(Path("/proc/self/maps").read_text().splitlines())
+def _is_mapped(address: int) -> bool:
+    """Whether a part of a segment is there, in this process alone."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        where, rights, *_ = line.split()
+        first, end = (int(number, 16) for number in where.split("-"))
+        if first <= address < end:
+            return rights.endswith("p") and "memfd:" in line
+    return False
 
 
 @pytest.mark.local_only
 async def test_ctrl_c_as_a_tensor_dies_is_not_lost_nor_is_the_memory(shared):
     """It was raised in the finalizer, from where nobody gets it: the lease stayed for good."""
     await ts.put("t", torch.arange(NUMEL))
-    before, mapped = signal.signal(signal.SIGINT, signal.default_int_handler), _mappings()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         dying = [await ts.get("t"), threading.Event()]  # the last one dies first
-        ctrl_c = _CtrlC(dying[1], _thread.interrupt_main)
+        ctrl_c, address = _CtrlC(dying[1], _thread.interrupt_main), dying[0].data_ptr()
+        assert _is_mapped(address)
         with pytest.raises(KeyboardInterrupt):
             dying.clear()
         assert ctrl_c() is None
     finally:
         signal.signal(signal.SIGINT, before)
     await until(_nothing_leased)
-    assert _mappings() <= mapped
+    assert not _is_mapped(address)

@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from tests.support import until
+from tests.unit.plugins.test_plugins import TRANSPORTS, Site
 
 from torchstore_core.contracts.transport import LinkContext
 from torchstore_core.errors import ConfigurationError
 from torchstore_core.machine.networks import Network, networks
 from torchstore_core.machine.topology import probe
 from torchstore_core.plugins.ranking import Policy, rank
-from torchstore_core.plugins.registry import Registry
+from torchstore_core.plugins.registry import Registry, load_class
 from torchstore_core.server.memory.volume import Volume
 from torchstore_transports.tcp.wire.protocol import Offer, decode
 
 MB = 1 << 20
+
+ODD = """
+import asyncio
+from torchstore_core.contracts.hooks import hookimpl
+from torchstore_core.contracts.transport import Refusal, TransportServer, TransportSpec
+
+class Half(TransportServer):
+    starts = asyncio.Event()
+
+    async def start(self, context, segments):
+        {start}
+
+    async def close(self):
+        pass
+
+@hookimpl
+def torchstore_transport():
+    bid = lambda context: Refusal("no")
+    return TransportSpec({name!r}, bid, "no.such:Link", f"{{__name__}}:Half")
+"""
 
 
 @pytest.fixture
@@ -86,3 +109,36 @@ async def test_an_address_of_another_host(
     offer = decode(info.offers["tcp"], Offer, "an offer")
     assert offer.networks == info.topology.networks == chosen
     assert not set(offer.networks) & set(networks())
+
+
+async def test_a_half_that_exits_ends_neither_the_others_nor_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    site = Site(tmp_path)
+    exits = ODD.format(name="exits", start="raise SystemExit(3)")
+    site.install("odd", TRANSPORTS, exits=exits, fine=ODD.format(name="fine", start="return b''"))
+    volume = Volume("s", 0, MB, site.registry(), str(tmp_path))
+    info = await volume.start()
+    await volume.close()
+    assert info.refused == {"exits": "SystemExit(3)"}
+    assert info.offers == {"fine": b""}
+
+
+async def test_a_half_that_is_slow_to_start_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only that the server did not come up was said."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("torchstore_core.server.memory.volume._START_S", 0.01)
+    site = Site(tmp_path)
+    start = "await self.starts.wait(); return b''"
+    site.install("odd", TRANSPORTS, slow=ODD.format(name="slow", start=start))
+    volume = Volume("s", 0, MB, site.registry(), str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        starting = asyncio.ensure_future(volume.start())
+        await until(lambda: "transport slow is slow to start" in caplog.text)
+        assert not starting.done()
+        load_class("site_odd_slow:Half").starts.set()
+        assert (await starting).offers == {"slow": b""}
+    await volume.close()

@@ -86,6 +86,13 @@ def test_the_error_says_which_boxes_and_who_are_missing(store: Controller) -> No
     assert other.type is KeyNotFoundError
 
 
+def test_the_error_names_no_participant_that_has_no_name(store: Controller) -> None:
+    """It said ``1 writing ()``."""
+    Rank(store, "", 1).begin(tensor("w"))
+    with pytest.raises(PartialPutError, match=r"\(none\); 1 writing; boxes"):
+        content(store)
+
+
 def test_the_error_stays_short(store: Controller) -> None:
     for who in range(300):
         Rank(store, f"participant {who}", 1000).put(piece("w", 2 * who, 2 * who + 1, 1000))

@@ -348,6 +348,10 @@ def check_destination(
         raise LayoutMismatchError(
             f"{key!r}: the destination is a {type(tensor).__qualname__}, not a tensor", key=key
         )
+    if type(tensor) not in _PLAIN and torch.nn.parameter.is_lazy(tensor):  # it has no shape
+        raise _no_destination(key, "an uninitialised (lazy) parameter", "")
+    if tensor.is_nested:
+        raise _no_destination(key, "a nested tensor", "")
     fits = tensor.dtype == dtype or (
         cast and tensor.dtype.is_floating_point and dtype.is_floating_point
     )

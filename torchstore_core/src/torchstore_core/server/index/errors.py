@@ -127,7 +127,8 @@ def partial_error(key: str, base: str, state: Pending) -> PartialPutError:
         done = f"{len(state.committed)} of {state.participants} participants have put theirs"
         parts.append(f"{done} ({_some(state.committed) or 'none'})")
     if state.writing:
-        parts.append(f"{len(state.writing)} writing ({_some(state.writing)})")
+        named = [who for who in state.writing if who]  # one alone need not say who it is
+        parts.append(f"{len(state.writing)} writing" + (f" ({_some(named)})" if named else ""))
     if state.missing_participants:
         parts.append(f"nothing from {_some(state.missing_participants)}")
     if boxes:

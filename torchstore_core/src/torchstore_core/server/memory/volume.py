@@ -28,6 +28,10 @@ log = logging.getLogger(__name__)
 _GIB = 1 << 30
 # How long a half may take to disconnect a client before there is a warning, and how long to close.
 _DISCONNECT_S = 10.0
+# The same for its start, before whoever starts the store gives it up, by default.
+_START_S = 10.0
+# A broken transport must end neither the others nor the server, whatever its library calls.
+_FAULTS = (Exception, SystemExit)
 _CLOSE_S = 4.0
 # Longest reason for which clients are told that a transport is not served.
 _REASON_CHARACTERS = 500
@@ -106,7 +110,7 @@ class Volume:
                     if spec.isolated
                     else load_class(spec.server)()
                 )
-                offer: object = await half.start(self._context, self.segments)
+                offer = await self._offer(spec.name, half)
                 self._halves[spec.name] = half
                 if not isinstance(offer, bytes):
                     raise PluginError(f"its offer is a {type(offer).__qualname__}, not bytes")
@@ -121,13 +125,23 @@ class Volume:
                     error.message,
                 )
                 refused[spec.name] = error.message[:_REASON_CHARACTERS]
-            except Exception as error:  # noqa: BLE001 - a broken transport must not end the others
+            except _FAULTS as error:
                 log.warning("transport %s is not served: %r", spec.name, error)
                 refused[spec.name] = repr(error)[:_REASON_CHARACTERS]
         here = self._context.topology
         return m.VolumeInfo(
             self.id, self.index, os.getpid(), here, self.capacity, offers, refused=refused
         )
+
+    async def _offer(self, name: str, half: TransportServer) -> object:
+        """Start a half. The store cannot start without its answer, and says whose that is."""
+        slow = asyncio.get_running_loop().call_later(
+            _START_S, log.warning, "transport %s is slow to start; the store waits for it", name
+        )
+        try:
+            return await half.start(self._context, self.segments)
+        finally:
+            slow.cancel()
 
     def _check_addresses(self) -> None:
         try:
@@ -175,7 +189,7 @@ class Volume:
             )
         except TransportError:
             raise
-        except Exception as error:
+        except _FAULTS as error:
             log.warning("transport %s failed in a handshake", transport, exc_info=True)
             raise TransportError(f"its server half failed: {error!r}") from error
         if not isinstance(answer, bytes) or len(answer) > m.MAX_HANDSHAKE:
@@ -221,7 +235,7 @@ class Volume:
         )
         try:
             await half.disconnect(peer)
-        except Exception as error:  # noqa: BLE001 - it may still write, so it must be closed
+        except _FAULTS as error:  # it may still write, so it must be closed
             log.warning("transport %s is not served any more: %r", name, error)
             if self._halves.get(name) is half:
                 del self._halves[name]
@@ -254,7 +268,7 @@ class Volume:
         async def close() -> None:
             try:
                 await half.close()
-            except Exception:
+            except _FAULTS:
                 log.exception("transport %s failed to close", name)
 
         task = asyncio.get_running_loop().create_task(close())
@@ -264,7 +278,7 @@ class Volume:
     def _registered(self) -> int:
         try:
             return max([half.registered(0) for half in self._halves.values()], default=0)
-        except Exception:
+        except _FAULTS:
             log.warning("volume %s: a transport does not say what it uses", self.id, exc_info=True)
             return self.capacity
 
