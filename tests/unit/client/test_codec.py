@@ -458,6 +458,20 @@ def test_tensors_inside_of_objects_come_back_as_they_were(name: str) -> None:
             back.zero_()  # it has memory of its own, that may be written to
 
 
+def test_tensors_that_were_pickled_before_can_be_read() -> None:
+    """Snapshots keep pickles, so what these name has to stay where it is."""
+    before = (
+        b"\x80\x05\x95\x9f\x00\x00\x00\x00\x00\x00\x00]\x94(\x8c$torchstore_core.clients.values.codec"
+        b"\x94\x8c\ttensor_on\x94\x93\x94\x96\x06\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x02\x00"
+        b"\x94K\x03\x85\x94\x8c\x05torch\x94\x8c\x05int16\x94\x93\x94\x87\x94R\x94h\x03(\x96\x10\x00\x00"
+        b"\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x80?\x00\x00\x00@\x00\x00@@\x94K\x02K\x02\x86\x94"
+        b"h\x06\x8c\x07float32\x94\x93\x94K\x01K\x02\x86\x94t\x94R\x94e."
+    )
+    row, transposed = decode_object("k", ObjectMeta("pickle"), before, allow_pickle=True)
+    assert torch.equal(row, torch.arange(3, dtype=torch.int16))
+    assert torch.equal(transposed, torch.arange(4.0).reshape(2, 2).t())
+
+
 @pytest.mark.parametrize(
     "of",
     [list, lambda batch: [torch.nn.Parameter(row) for row in batch], lambda batch: [*batch.t()]],

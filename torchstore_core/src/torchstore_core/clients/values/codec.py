@@ -475,16 +475,27 @@ def _plain_tensors() -> dict[type, Any]:
     """How to pickle tensors that are nothing but elements, a dtype and a shape."""
     import torch
 
-    from torchstore_core.clients.values.tensors import address_of, compact, from_buffer
+    from torchstore_core.clients.values.tensors import address_of, compact
 
     def reduced(tensor: torch.Tensor) -> Any:
         if (full := compact(tensor)) is None:
             return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         data = pickle.PickleBuffer(memory_of(full, address_of("", full), full.nbytes))
-        what = data, 0, tuple(full.shape), full.dtype
-        return from_buffer, what if full.is_contiguous() else (*what, full.stride())
+        what = data, tuple(full.shape), full.dtype
+        return tensor_on, what if full.is_contiguous() else (*what, full.stride())
 
     return {torch.Tensor: reduced}
+
+
+def tensor_on(
+    data: Any, shape: tuple[int, ...], dtype: torch.dtype, stride: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """A tensor on a writable buffer. Pickles name this function, and snapshots keep pickles: it has
+    to stay where it is, and to take these arguments.
+    """
+    from torchstore_core.clients.values.tensors import from_buffer
+
+    return from_buffer(data, 0, shape, dtype, stride)
 
 
 # The name of every function with which torch unpickles tensors, or storages, contains one of these.
