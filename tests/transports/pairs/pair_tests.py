@@ -47,7 +47,15 @@ _LARGE = 128 * MB
 _ROOM = 192 * MB
 _LASTING = "lasting"
 #: The functions of torch, of the compiled module and of ctypes that copy.
-_COPIES = {"copy_", "copy_columns", "copy_rows", "copy_runs", "contiguous", "memmove"}
+_COPIES = {
+    "copy_",
+    "copy_columns",
+    "copy_rows",
+    "copy_runs",
+    "copy_strided",
+    "contiguous",
+    "memmove",
+}
 
 
 class PairTests:

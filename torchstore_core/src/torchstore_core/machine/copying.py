@@ -14,7 +14,6 @@ import queue
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from math import prod
 
 from torchstore_core.errors import ConfigurationError, TransportNotReadyError
@@ -164,7 +163,8 @@ def strided(
     numbers = [to, of, itemsize]
     for extent, to_step, of_step in zip(shape, to_steps, of_steps, strict=True):
         numbers += (extent, to_step * itemsize, of_step * itemsize)
-    return partial(copy, array("q", numbers))
+    array_of = array("q", numbers)
+    return lambda: copy(array_of)
 
 
 def grids(
