@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,19 @@ def torchstore_transport():
     bid = lambda context: Refusal("no")
     return TransportSpec({name!r}, bid, "no.such:Link", f"{{__name__}}:Half")
 """
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    """Packages of one test. They leave the path before those of the folder do: the test's
+    own ``monkeypatch`` would put back a path that has these.
+    """
+    made = Site(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        yield made
+    for module in made.modules:
+        sys.modules.pop(module, None)
 
 
 @pytest.fixture
@@ -112,13 +126,11 @@ async def test_an_address_of_another_host(
 
 
 async def test_a_half_that_exits_ends_neither_the_others_nor_the_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    site: Site,
 ) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    site = Site(tmp_path)
     exits = ODD.format(name="exits", start="raise SystemExit(3)")
     site.install("odd", TRANSPORTS, exits=exits, fine=ODD.format(name="fine", start="return b''"))
-    volume = Volume("s", 0, MB, site.registry(), str(tmp_path))
+    volume = Volume("s", 0, MB, site.registry(), str(site.path))
     info = await volume.start()
     await volume.close()
     assert info.refused == {"exits": "SystemExit(3)"}
@@ -126,15 +138,13 @@ async def test_a_half_that_exits_ends_neither_the_others_nor_the_server(
 
 
 async def test_a_half_that_is_slow_to_start_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Only that the server did not come up was said."""
-    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("torchstore_core.server.memory.volume._START_S", 0.01)
-    site = Site(tmp_path)
     start = "await self.starts.wait(); return b''"
     site.install("odd", TRANSPORTS, slow=ODD.format(name="slow", start=start))
-    volume = Volume("s", 0, MB, site.registry(), str(tmp_path))
+    volume = Volume("s", 0, MB, site.registry(), str(site.path))
     with caplog.at_level(logging.WARNING):
         starting = asyncio.ensure_future(volume.start())
         await until(lambda: "transport slow is slow to start" in caplog.text)

@@ -185,7 +185,8 @@ class Reclaimer:
         if self._waking:
             return
         self._waking = True
-        with contextlib.suppress(ValueError):  # it is closed: no wake-up is needed
+        # It may be closed, or is being closed in the thread that ends: no wake-up is needed then.
+        with contextlib.suppress(ValueError, OSError):
             self._wake.write(_ONE)
 
     # ---- the thread -----------------------------------------------------------------------
