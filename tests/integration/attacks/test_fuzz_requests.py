@@ -83,11 +83,13 @@ def test_valid_messages_that_make_no_sense(target: Target) -> None:
             answered += len(replies)
 
     attacks = given(st.lists(Hostile, min_size=1, max_size=15), Cuts)
-    # For code that has never run, and buffers that have never been full.
-    least = 0
-    while target.rss() > least + (1 << 20):
-        least = target.rss()
+    # For code that has never run, and buffers that have never been full: that makes a server larger
+    # by 5 to 10 MB, but not in each run.
+    fresh = target.rss()
+    for _ in range(8):
         settings()(attacks(attack))()
+        if target.rss() > fresh + (4 << 20):
+            break
     with target.unharmed():
         many()(attacks(attack))()
         assert answered > 500
