@@ -325,7 +325,6 @@ typedef struct {
     void *stream;
 } ExchangeAPI;
 
-#define DLPACK_CPU 1
 #define DLPACK_INT 0
 #define DLPACK_FLOAT 2
 #define DLPACK_BFLOAT 4
@@ -394,9 +393,9 @@ static PyObject *storage_of(const Methods *methods, PyObject *tensor, int64_t *t
  * DLTensor; 0 if it is not plain; -1 with an exception if torch cannot describe it. Calls that may
  * release the GIL come first. ``storage`` becomes a new reference to the tensor's storage, or NULL;
  * if it is itself NULL, it is not checked that the storage still holds the bytes. ``dtype`` becomes
- * a number that identifies its dtype. */
+ * a number that identifies its dtype. ``device`` is the type of its device in DLPack. */
 static int64_t plain_bytes(const ExchangeAPI *api, const Methods *methods, PyObject *tensor,
-                           DLTensor *seen, PyObject **storage, int64_t *dtype) {
+                           int device, DLTensor *seen, PyObject **storage, int64_t *dtype) {
     int64_t negative = number_of(methods->is_neg, tensor);
     if (negative != 0) return negative < 0 ? -1 : 0;
     int64_t there = INT64_MAX, offset = 0;
@@ -416,22 +415,22 @@ static int64_t plain_bytes(const ExchangeAPI *api, const Methods *methods, PyObj
         *dtype = (int64_t)(intptr_t)own; /* there is one immortal object per dtype */
         Py_DECREF(own);
     }
-    if (seen->device_type != DLPACK_CPU || seen->dtype.code == DLPACK_COMPLEX ||
+    if (seen->device_type != device || seen->dtype.code == DLPACK_COMPLEX ||
         seen->dtype.lanes != 1 || seen->dtype.bits % 8 != 0 || seen->ndim > MAX_DIMS)
         return 0;
     return contiguous_bytes(seen, there, offset);
 }
 
-/* look(api, types, methods, describe, known, values, memory): see _native.pyi. */
+/* look(api, types, methods, describe, known, values, memory, device): see _native.pyi. */
 static PyObject *look(PyObject *self, PyObject *args) {
     PyObject *capsule, *plain, *parameter, *describe, *known, *values;
     Methods methods;
-    int memory;
+    int memory, device;
     (void)self;
-    if (!PyArg_ParseTuple(args, "O(OO)(OOOO)OO!O!p", &capsule, &plain, &parameter, &methods.is_neg,
+    if (!PyArg_ParseTuple(args, "O(OO)(OOOO)OO!O!pi", &capsule, &plain, &parameter, &methods.is_neg,
                           &methods.storage_offset, &methods.untyped_storage,
                           &methods.storage_nbytes, &describe, &PyDict_Type, &known, &PyList_Type,
-                          &values, &memory))
+                          &values, &memory, &device))
         return NULL;
     const ExchangeAPI *api = exchange_api(capsule);
     if (api == NULL) return NULL;
@@ -453,7 +452,8 @@ static PyObject *look(PyObject *self, PyObject *args) {
         int64_t found = 0, dtype = 0;
         if (Py_TYPE(value) == (PyTypeObject *)plain ||
             Py_TYPE(value) == (PyTypeObject *)parameter) {
-            found = plain_bytes(api, &methods, value, &seen, memory ? &storage : NULL, &dtype);
+            found = plain_bytes(api, &methods, value, device, &seen, memory ? &storage : NULL,
+                                &dtype);
             if (found < 0) {
                 if (!PyErr_ExceptionMatches(PyExc_Exception)) {
                     Py_XDECREF(storage);
@@ -513,15 +513,16 @@ failed:
     return NULL;
 }
 
-/* still(api, methods, values, addresses, sizes): see _native.pyi. */
+/* still(api, methods, values, addresses, sizes, device): see _native.pyi. */
 static PyObject *still(PyObject *self, PyObject *args) {
     PyObject *capsule, *values, *addresses, *sizes;
     Methods methods;
+    int device;
     (void)self;
-    if (!PyArg_ParseTuple(args, "O(OOOO)O!O!O!", &capsule, &methods.is_neg,
+    if (!PyArg_ParseTuple(args, "O(OOOO)O!O!O!i", &capsule, &methods.is_neg,
                           &methods.storage_offset, &methods.untyped_storage,
                           &methods.storage_nbytes, &PyList_Type, &values, &PyList_Type,
-                          &addresses, &PyList_Type, &sizes))
+                          &addresses, &PyList_Type, &sizes, &device))
         return NULL;
     const ExchangeAPI *api = exchange_api(capsule);
     if (api == NULL) return NULL;
@@ -547,7 +548,7 @@ static PyObject *still(PyObject *self, PyObject *args) {
         int64_t nbytes = PyLong_AsLongLong(PyList_GET_ITEM(sizes, at));
         if (PyErr_Occurred()) goto failed;
         if (nbytes <= 0 || (int64_t)(uintptr_t)seen.data != address ||
-            seen.device_type != DLPACK_CPU || seen.dtype.lanes != 1 ||
+            seen.device_type != device || seen.dtype.lanes != 1 ||
             seen.dtype.bits < 8 || seen.ndim > MAX_DIMS ||
             contiguous_bytes(&seen, there, offset) != nbytes)
             goto changed;
@@ -759,10 +760,10 @@ static PyMethodDef methods[] = {
      "transfer(fd, rows, sending, more)\n\nSend or receive each (address, nbytes, rows, stride) of an "
      "int64\nbuffer, GIL released; the number of bytes."},
     {"look", look, METH_VARARGS,
-     "look(api, types, methods, describe, known, values, memory)\n\nWhat each value is, how many bytes it has, and "
+     "look(api, types, methods, describe, known, values, memory, device)\n\nWhat each value is, how many bytes it has, and "
      "where they lie, if it is a plain tensor."},
     {"still", still, METH_VARARGS,
-     "still(api, methods, values, addresses, sizes)\n\nThe storages of plain tensors that look() has seen, or None "
+     "still(api, methods, values, addresses, sizes, device)\n\nThe storages of plain tensors that look() has seen, or None "
      "if the bytes of\none are not where they were any more."},
     {NULL, NULL, 0, NULL}};
 

@@ -120,6 +120,71 @@ async def test_a_model_on_the_device_with_host_values_beside_it(store):
     assert torch.equal(got["host"], torch.arange(200_000))
 
 
+@pytest.mark.parametrize("count", [3, 40, 3000])
+@pytest.mark.parametrize(
+    "dtypes",
+    [[torch.float32], [torch.float32, torch.int8, torch.bool, torch.float64], [torch.uint16]],
+    ids=["one dtype", "several dtypes", "uint16"],
+)
+async def test_many_small_tensors(store, count, dtypes):
+    """They are gathered and scattered on the device, and cross together."""
+    values = {
+        f"k{number}": _value(1, dtypes[number % len(dtypes)])[0, : number % 90 + 1]
+        for number in range(count)
+    }
+    await ts.put("first", 1)
+    for put in (ts.put_batch, lambda items: ts.put_state_dict(items, "k")):
+        await put({key: value.to(DEVICE) for key, value in values.items()})
+    got = await ts.get_batch(list(values))
+    assert all(torch.equal(bits(got[key]), bits(value)) for key, value in values.items())
+    for get in (ts.get_batch, lambda mine: ts.get_state_dict("k", mine)):
+        mine = {key: torch.zeros_like(value, device=DEVICE) for key, value in values.items()}
+        tensors = dict(mine)
+        got = await get(mine)
+        for key, value in values.items():
+            assert got[key] is tensors[key]
+            assert torch.equal(bits(tensors[key].cpu()), bits(value)), key
+
+
+async def test_many_small_parameters_with_some_that_are_large_or_strided(store):
+    def shape(number: int) -> tuple[int, ...]:
+        return (300, 400) if number % 25 == 3 else (number % 7 + 1, 11)
+
+    ours = [torch.nn.Parameter(torch.randn(shape(i), device=DEVICE)) for i in range(200)]
+    mine = [torch.nn.Parameter(torch.zeros_like(one)) for one in ours]
+    mine[7] = torch.nn.Parameter(torch.zeros(11, len(ours[7]), device=DEVICE).t())
+    await ts.put_state_dict({f"w{i}": one for i, one in enumerate(ours)}, "k")
+    before = [one._version for one in mine]
+    await ts.get_state_dict("k", {f"w{i}": one for i, one in enumerate(mine)})
+    assert all(map(torch.equal, ours, mine))
+    assert all(one.requires_grad and one.is_leaf for one in mine)
+    assert all(one._version > version for one, version in zip(mine, before, strict=True))
+
+
+async def test_wrong_destinations_among_many_are_refused(store):
+    values = {f"k{number}": torch.arange(5.0) + number for number in range(40)}
+    await ts.put_batch(values)
+    memory = torch.zeros(6, device=DEVICE)
+    for wrong in (
+        {"k20": torch.zeros(4, device=DEVICE)},
+        {"k20": torch.zeros(5, device=DEVICE, dtype=torch.int32)},
+        {"k20": memory[:5], "k21": memory[1:]},
+    ):
+        mine = {
+            key: torch.zeros_like(value, device=DEVICE) for key, value in values.items()
+        } | wrong
+        with pytest.raises(ts.LayoutMismatchError, match="k20"):
+            await ts.get_batch(mine)
+        assert not any(tensor.any() for tensor in mine.values())
+    mine["k20"] = torch.zeros(5)  # on the host, among those of a device
+    mine["k21"] = mine["k22"] = torch.zeros(5, device=DEVICE)
+    with pytest.raises(ts.LayoutMismatchError, match="k22"):
+        await ts.get_batch(mine)
+    del mine["k22"]
+    await ts.get_batch(mine)
+    assert all(torch.equal(tensor.cpu(), values[key]) for key, tensor in mine.items())
+
+
 # ---- state dicts --------------------------------------------------------------------------
 
 

@@ -7,7 +7,9 @@ On machines without a CUDA device, nothing else runs that code.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import math
 import mmap
 import threading
 import warnings
@@ -17,16 +19,26 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support import bits, running_store
 from torch.utils import _pytree as pytree
 
+import torchstore_core as ts
 from torchstore_core.clients.moving.batches import CopyPlan, Move
 from torchstore_core.clients.moving.staging import adapt
 from torchstore_core.clients.moving.windows import by_window
 from torchstore_core.clients.transfer import cuda
+from torchstore_core.clients.transfer.columns import batches, gets, sources
 from torchstore_core.clients.transfer.moves import PutBatch
-from torchstore_core.clients.transfer.tensor_moves import StagedTensor, TensorBatch, TensorMove
+from torchstore_core.clients.transfer.tensor_moves import (
+    DeviceColumns,
+    StagedTensor,
+    TensorBatch,
+    TensorMove,
+)
+from torchstore_core.clients.values import plain
 from torchstore_core.clients.values.tensors import tensor_at
 from torchstore_core.contracts.transport import Copy, Window
+from torchstore_core.wire.columns import in_a_row
 
 UNIT = 1 << 16
 _KERNELS = {"copy_", "clone", "_to_copy", "new_ones"}
@@ -40,6 +52,7 @@ class Driver:
         self.refuses = False
         self.pending = False
         self.fast = self.slow = 0  # bytes copied, page-locked and not
+        self.copies = 0
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         block = range(address, address + nbytes)
@@ -49,8 +62,13 @@ class Driver:
         self.locked.append(block)
         return 0
 
+    def cudaHostUnregister(self, address: int) -> int:
+        self.locked = [block for block in self.locked if block[0] != address]
+        return 0
+
     def copied(self, host: torch.Tensor) -> None:
         """A contiguous tensor on the host has been copied to or from the device."""
+        self.copies += 1
         memory = range(host.data_ptr(), host.data_ptr() + host.nbytes)
         touched = [one for one in self.locked if _touch(one, memory)]
         if not touched:
@@ -153,14 +171,20 @@ def segment(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     monkeypatch.setattr(cuda, "_pinned", {})
     monkeypatch.setattr(cuda, "_pinning_works", True)
     monkeypatch.setattr(cuda, "_streams", {})
+    monkeypatch.setattr(cuda, "_queued", lambda tensors: {one.device: None for one in tensors})
     memory = mmap.mmap(-1, 72 * UNIT)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, segment: torch.Tensor) -> None:
     window = Window(segment.data_ptr(), segment.nbytes)
-    ready: Any = {torch.device("meta"): None}
-    cuda._copy([(target, source)], window, ready)
+    asyncio.run(cuda.transfer([], [(target, source)], window, into=not target.is_meta))
+
+
+def _copy_runs(tensors: list[Any], offsets: list[int], segment: torch.Tensor, into: bool) -> None:
+    window = Window(segment.data_ptr(), segment.nbytes)
+    runs = list(zip(tensors, offsets, strict=True))
+    asyncio.run(cuda.transfer(runs, [], window, into=into))
 
 
 def _stored(segment: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
@@ -203,6 +227,96 @@ def test_gets_beside_memory_that_is_page_locked(segment, name, dtype):
         _copy(OnDevice(mine), part, segment)
         assert torch.equal(mine, part.to(dtype))
     assert not driver.slow
+
+
+KINDS = {
+    "of one dtype": [torch.float32] * 10,
+    "of a dtype for which torch has no kernel": [torch.uint16] * 10,
+    "of several dtypes": [torch.float32, torch.int8, torch.complex128, torch.bool, torch.bfloat16],
+}
+
+
+def _small(dtypes: list[torch.dtype]) -> tuple[list[torch.Tensor], list[int]]:
+    """Tensors of different sizes and numbers of dimensions, and offsets of values side by side."""
+    values = []
+    for number, dtype in enumerate(dtypes):
+        shape = [(), (3,), (5, 7), (2, 3, 11)][number % 4]
+        count = math.prod(shape) * dtype.itemsize
+        raw = torch.randint(0, 2, (count,), dtype=torch.uint8)
+        values.append(raw.view(dtype).view(shape))
+    return values, in_a_row(10 * UNIT, [value.nbytes for value in values])
+
+
+@pytest.mark.parametrize("dtypes", KINDS.values(), ids=KINDS)
+def test_what_lies_side_by_side_is_copied_together(segment, dtypes):
+    values, offsets = _small(dtypes)
+    segment.fill_(7)
+    _copy_runs([OnDevice(value) for value in values], offsets, segment, into=True)
+    assert driver.copies == 1
+    for value, offset in zip(values, offsets, strict=True):
+        stored = _stored(segment, offset, value)
+        assert torch.equal(bits(stored), bits(value))
+    end = offsets[-1] + values[-1].nbytes
+    assert (segment[: offsets[0]] == 7).all()
+    assert (segment[end:] == 7).all()
+    mine = [torch.zeros_like(value) for value in values]
+    _copy_runs([OnDevice(one) for one in mine], offsets, segment, into=False)
+    assert driver.copies == 2
+    for value, one in zip(values, mine, strict=True):
+        assert torch.equal(bits(one), bits(value))
+    assert not driver.slow
+
+
+def test_what_is_copied_together_may_lie_in_two_blocks(segment):
+    values = [torch.full((UNIT // 4 - 16,), float(number)) for number in range(12)]
+    offsets = in_a_row(10 * UNIT + 64, [value.nbytes for value in values])
+    _copy_runs([OnDevice(value) for value in values], offsets, segment, into=True)
+    assert driver.copies == 2
+    for value, offset in zip(values, offsets, strict=True):
+        assert torch.equal(_stored(segment, offset, value), value)
+
+
+@pytest.mark.parametrize("apart", [64, UNIT])
+def test_what_lies_between_values_is_left_alone(segment, apart):
+    """There may be another value, however small."""
+    values = [torch.full((16,), float(number)) for number in range(10)]
+    offsets = list(range(10 * UNIT, 10 * UNIT + 10 * (64 + apart), 64 + apart))
+    segment.fill_(7)
+    for into in (True, False):
+        _copy_runs([OnDevice(value.clone()) for value in values], offsets, segment, into=into)
+    for value, offset in zip(values, offsets, strict=True):
+        stored = _stored(segment, offset, value)
+        assert torch.equal(stored, value)
+        stored.view(torch.uint8).fill_(7)
+    assert (segment == 7).all()
+
+
+def test_large_tensors_among_small_ones_are_copied_by_themselves(segment, monkeypatch):
+    monkeypatch.setattr(cuda, "_SMALL", UNIT)
+    monkeypatch.setattr(cuda, "_TOGETHER", 3 * UNIT)
+    sizes = [UNIT // 2] * 8 + [2 * UNIT] + [UNIT // 4] * 3 + [UNIT + 4, 16, 16]
+    values = [torch.arange(size // 4, dtype=torch.float32) for size in sizes]
+    offsets = in_a_row(64, sizes)
+    _copy_runs([OnDevice(value) for value in values], offsets, segment, into=True)
+    # Six and two small ones, the large one, three small ones, the large one, two small ones.
+    assert driver.copies == 1 + 2 + 1 + 1 + 1 + 2
+    mine = [torch.zeros_like(value) for value in values]
+    _copy_runs([OnDevice(one) for one in mine], offsets, segment, into=False)
+    for value, one, offset in zip(values, mine, offsets, strict=True):
+        assert torch.equal(_stored(segment, offset, value), value)
+        assert torch.equal(one, value)
+
+
+def test_without_memory_on_the_device_to_gather_in_each_is_copied(segment, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(cuda, "_copy_together", refuse)
+    values, offsets = _small([torch.float32] * 10)
+    _copy_runs([OnDevice(value) for value in values], offsets, segment, into=True)
+    assert driver.copies == 10
+    for value, offset in zip(values, offsets, strict=True):
+        assert torch.equal(_stored(segment, offset, value), value)
 
 
 def test_columns_of_what_is_stored(segment):
@@ -258,6 +372,84 @@ class _Windowed:
 
     def prepare(self, segment: int, offset: int, nbytes: int, *, fresh: bool) -> None:
         pass
+
+
+@pytest.fixture
+def everything_is_on_a_device(segment: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is looked at in columns counts as being on a device, though it is in CPU memory."""
+    monkeypatch.setattr(plain, "_DEVICE", plain._CPU)
+    for module in (sources, batches, gets):
+        monkeypatch.setattr(module, "begins_on_device", lambda values: values is not None)
+
+
+@pytest.mark.usefixtures("everything_is_on_a_device")
+@pytest.mark.parametrize("count", [40, 3000])
+async def test_many_small_tensors_of_a_device_are_put_and_filled_together(count):
+    values = {f"k{number}": torch.arange(number % 7 + 1) + number for number in range(count)}
+    mine = {key: torch.zeros_like(value) for key, value in values.items()}
+    took = []
+    original = cuda._copy_together
+
+    def counted(runs: cuda.Runs, window: Window, into: bool) -> None:
+        took.append(len(runs))
+        original(runs, window, into)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "_copy_together", counted)
+        async with running_store():
+            await ts.put("a", 1)  # a first put has no columns
+            await ts.put_batch(values)
+            got = await ts.get_batch(mine)
+            assert all(got[key] is mine[key] for key in values)
+            await ts.put_state_dict(values, "state dict")
+            again = {key: torch.zeros_like(value) for key, value in values.items()}
+            await ts.get_state_dict("state dict", again)
+            new = await ts.get_state_dict("state dict")
+    for key, value in values.items():
+        assert torch.equal(mine[key], value)
+        assert torch.equal(again[key], value)
+        assert torch.equal(new[key], value)
+    assert sum(took) == 4 * count
+
+
+@pytest.mark.usefixtures("everything_is_on_a_device")
+async def test_wrong_destinations_among_many_of_a_device_are_refused():
+    values = {f"k{number}": torch.arange(5) + number for number in range(40)}
+    async with running_store():
+        await ts.put_batch(values)
+        for wrong in (torch.zeros(4, dtype=torch.int64), torch.zeros(5)):
+            mine = {key: torch.zeros_like(value) for key, value in values.items()}
+            mine["k20"] = wrong
+            with pytest.raises(ts.LayoutMismatchError, match="k20"):
+                await ts.get_batch(mine)
+            assert not any(tensor.any() for tensor in mine.values())
+        memory = torch.zeros(6, dtype=torch.int64)
+        mine = {key: torch.zeros_like(value) for key, value in values.items()}
+        mine["k1"], mine["k2"] = memory[:5], memory[1:]
+        with pytest.raises(ts.LayoutMismatchError, match="overlap"):
+            await ts.get_batch(mine)
+
+
+@pytest.mark.usefixtures("everything_is_on_a_device")
+async def test_many_small_tensors_of_a_device_go_over_links_without_a_window():
+    values = {f"k{number}": torch.arange(2000) + number for number in range(40)}
+    mine = {key: torch.zeros_like(value) for key, value in values.items()}
+    staged = []
+    original = DeviceColumns.each
+
+    def counted(moves: DeviceColumns) -> list[TensorMove]:
+        staged.extend(every := [*original(moves)])
+        return every
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeviceColumns, "each", counted)
+        async with running_store(block=["shm", "inline"]):
+            await ts.put("a", 1)
+            await ts.put_batch(values)
+            await ts.get_batch(mine)
+    assert len(staged) == 80
+    for key, value in values.items():
+        assert torch.equal(mine[key], value)
 
 
 async def test_moves_of_a_device_are_made_together_in_both_directions(segment):

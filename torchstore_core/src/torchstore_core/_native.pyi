@@ -37,6 +37,7 @@ def look(
     known: dict[bytes, D],
     values: list[Any],
     memory: bool,
+    device: int,
     /,
 ) -> tuple[list[D | None], list[int], list[int], list[Any]]: ...
 def still(
@@ -45,5 +46,6 @@ def still(
     values: list[Any],
     addresses: list[int],
     sizes: list[int],
+    device: int,
     /,
 ) -> list[Any] | None: ...

@@ -40,8 +40,8 @@ class Columns(NamedTuple):
         return list(zip(*self, strict=True))
 
 
-class LibraryMove(ABC):
-    """A move that a library must make."""
+class LibraryMoves(ABC):
+    """A move that a library must make, or several of them."""
 
     __slots__ = ()
 
@@ -55,6 +55,19 @@ class LibraryMove(ABC):
     @abstractmethod
     async def on_devices(moves: Sequence[Any], window: Window, *, into: bool) -> None:
         """Make these moves between devices and a segment that is memory of this process."""
+
+    @abstractmethod
+    def each(self) -> Iterable[LibraryMove]:
+        """The moves, one by one."""
+
+
+class LibraryMove(LibraryMoves):
+    """A move that a library must make."""
+
+    __slots__ = ()
+
+    def each(self) -> Iterable[LibraryMove]:
+        return (self,)
 
     @abstractmethod
     def cut(self, nbytes: int) -> Iterator[tuple[LibraryMove, int]]:
@@ -109,7 +122,7 @@ class Staged(ABC):
 
 
 #: Contiguous runs come in lists, of one run or of many, or in columns.
-Move = list[Run] | Rows | LibraryMove | Columns
+Move = list[Run] | Rows | LibraryMoves | Columns
 
 
 class CopyPlan(msgspec.Struct, eq=False):

@@ -15,7 +15,7 @@ from torchstore_core.clients.moving.batches import (
     Batch,
     Columns,
     CopyPlan,
-    LibraryMove,
+    LibraryMoves,
     Move,
     Staged,
 )
@@ -170,8 +170,9 @@ def _parts(moves: Iterable[Move], segment: int, rows: bool) -> Iterator[CopyPlan
 
 def _cut(move: Move, rows: bool) -> Iterator[tuple[Move, int]]:
     """Cut a move that must be packed into pieces of about :data:`_PART`, each with its bytes."""
-    if isinstance(move, LibraryMove):
-        yield from move.cut(_PART)
+    if isinstance(move, LibraryMoves):
+        for one in move.each():
+            yield from one.cut(_PART)
     elif isinstance(move, (list, Columns)) or rows or move[5] != move[2]:
         yield move, 0
     else:
@@ -188,8 +189,8 @@ def _add(plan: CopyPlan, move: Move, segment: int) -> None:
         move = move.runs()
     if isinstance(move, list):
         plan.copies += [Copy(run[0], segment, run[1], run[2]) for run in move]
-    elif isinstance(move, LibraryMove):
-        plan.rest.append(move)
+    elif isinstance(move, LibraryMoves):
+        plan.rest += move.each()
     else:
         address, offset, nbytes, count, stride, step = move
         plan.copies.append(Copy(address, segment, offset, nbytes, count, stride, step))

@@ -15,7 +15,7 @@ from torchstore_core.clients.moving.batches import (
     Batch,
     Columns,
     CopyPlan,
-    LibraryMove,
+    LibraryMoves,
     Move,
     Rows,
     Run,
@@ -66,7 +66,7 @@ async def by_window(link: SupportsWindow, batch: Batch) -> None:
     """
     plan = batch.prepared
     progress = _Progress()
-    device: list[LibraryMove] = []
+    device: list[LibraryMoves] = []
     if isinstance(plan, CopyPlan):
         await adapt(plan, batch, rows=True, devices=frozenset())
         moves: Iterable[Move] = _moves(plan)
@@ -113,7 +113,7 @@ def _tasks(
     batch: Batch,
     moves: Iterable[Move],
     progress: _Progress,
-    device: list[LibraryMove],
+    device: list[LibraryMoves],
 ) -> Iterator[copying.Task]:
     """Tasks for the copy threads. Moves to or from devices go into ``device`` instead."""
     base, into = window_of(link, batch).address, batch.into_segment
@@ -128,7 +128,7 @@ def _tasks(
             gathered += sum([run[2] for run in move])
         elif isinstance(move, Columns):
             yield from _column_tasks(link, batch, base, move, size, progress)
-        elif not isinstance(move, LibraryMove):
+        elif not isinstance(move, LibraryMoves):
             rows.append(move)
             gathered += move[2] * move[3]
         elif (made := move.tasks(base, into=into, stream=stream)) is not None:

@@ -262,15 +262,19 @@ class Session:
                 elif channel is not None and channel.usable:
                     channel.shut_down()
 
-    def inline_max(self, count: int = 1) -> int:
+    def inline_max(self, count: int = 1, *, on_device: bool = False) -> int:
         """Return the largest batch, in bytes, to send inside a message to any volume; -1: none.
-        ``count``: how many tensors of few kinds it has.
+        ``count``: how many tensors of few kinds it has. ``on_device``: these are on devices.
 
         The controller chooses the volume, so this is the smallest of the limits of all volumes.
         """
         if len(self.volumes) == 1:
-            return self.volumes[0].inline_max(count)
-        living = [volume.inline_max(count) for volume in self.volumes if not volume.lost]
+            return self.volumes[0].inline_max(count, on_device=on_device)
+        living = [
+            volume.inline_max(count, on_device=on_device)
+            for volume in self.volumes
+            if not volume.lost
+        ]
         return min(living, default=-1)
 
     # ---- releasing ------------------------------------------------------------------------

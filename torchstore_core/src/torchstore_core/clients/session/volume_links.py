@@ -256,14 +256,15 @@ class VolumeLinks:
         found = [one.route for links in self._all_links() if (one := links.get(transport))]
         return next(filter(None, found), "")
 
-    def inline_max(self, count: int = 1) -> int:
-        """See ``Ranking.inline_max``. Nothing but empty values if there are ``MANY`` of them, and
-        this process moves their bytes. Must be called on a running event loop.
+    def inline_max(self, count: int = 1, *, on_device: bool = False) -> int:
+        """See ``Ranking.inline_max``. Nothing but empty values if there are ``MANY`` of them, or
+        they are on devices, and this process moves their bytes. Must be called on a running event
+        loop.
         """
         if self._backoffs:
             self._start_retries()
         most = self.ranking.inline_max()
-        if count >= MANY and most > 0:
+        if (count >= MANY or on_device) and most > 0:
             best = self.ranking.order(most + 1)
             if best and self.copies_itself(best[0]):
                 return 0

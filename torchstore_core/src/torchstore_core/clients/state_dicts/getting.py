@@ -164,8 +164,11 @@ async def _fetch(
     state_dict, wanted = target
     wants = [ask.wire() for ask in wanted.asks] if isinstance(wanted, Wanted) else None
     ident = channel.next_id(), leasing.lease, key, version
-    count = len(wanted.keys) if isinstance(wanted, Named) else 1
-    more = session.inline_max(count), leasing.avoid
+    if isinstance(wanted, Named):
+        most = session.inline_max(len(wanted.keys), on_device=wanted.on_device)
+    else:
+        most = session.inline_max()
+    more = most, leasing.avoid
     request: m.Fetch
     if isinstance(wanted, Named):
         request = m.FetchKeys(*ident, [], *more, wanted.keys)

@@ -164,7 +164,7 @@ async def get_named(
     while True:
         with leasing:
             number, lease = channel.next_id(), leasing.lease
-            most = session.inline_max(len(named.keys))
+            most = session.inline_max(len(named.keys), on_device=named.on_device)
             request = m.LocateKeys(number, lease, [], most, leasing.avoid, named.keys)
             located = await channel.call(request, m.Located, clock.left())
             clock.phase("plan")

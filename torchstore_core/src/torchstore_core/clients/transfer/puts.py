@@ -72,7 +72,7 @@ async def put_sources(
     Returns:
         The reply, with the version of each source; for a state dict, a single one.
     """
-    if nbytes == 0 or nbytes <= session.inline_max(columns_of(sources)):
+    if nbytes == 0 or nbytes <= inline_max(session, sources):
         if type(sources) is TensorColumns:
             sources = sources.sources()
         items = [source.item(inline_bytes(source)) for source in sources]
@@ -93,9 +93,11 @@ async def put_sources(
         return await putting.commit()
 
 
-def columns_of(sources: Sequence[Source] | TensorColumns) -> int:
-    """How many values are in columns; 1: they are not."""
-    return len(sources) if type(sources) is TensorColumns else 1
+def inline_max(session: Session, sources: Sequence[Source] | TensorColumns) -> int:
+    """Up to how many bytes these values are sent inside the message."""
+    if type(sources) is TensorColumns:
+        return session.inline_max(len(sources), on_device=sources.on_device)
+    return session.inline_max()
 
 
 class InPut:

@@ -9,7 +9,13 @@ import torch
 
 from torchstore_core import boxes
 from torchstore_core.boxes import Box
-from torchstore_core.clients.moving.batches import Batch, CopyPlan, LibraryMove, Staged
+from torchstore_core.clients.moving.batches import (
+    Batch,
+    CopyPlan,
+    LibraryMove,
+    LibraryMoves,
+    Staged,
+)
 from torchstore_core.clients.transfer import cuda
 from torchstore_core.clients.transfer.targets import narrow
 from torchstore_core.clients.values.tensors import (
@@ -53,12 +59,14 @@ class TensorMove(_TensorMove, LibraryMove):
     def tasks(self, base: int, *, into: bool, stream: bool) -> Iterable[copying.Task] | None:
         if not self.tensor.is_cpu:
             return None
-        pairs = split_rows(*self._pair(base, into), copying.CHUNK)
+        pairs = split_rows(*self.pair(base, into), copying.CHUNK)
         return (strided_copy(*some, stream=stream) for some in pairs)
 
     @staticmethod
-    async def on_devices(moves: Sequence[TensorMove], window: Window, *, into: bool) -> None:
-        await cuda.transfer([move._pair(window.address, into) for move in moves], window)
+    async def on_devices(
+        moves: Sequence[TensorMove | DeviceColumns], window: Window, *, into: bool
+    ) -> None:
+        await _on_devices(moves, window, into=into)
 
     def cut(self, nbytes: int) -> Iterator[tuple[TensorMove, int]]:
         key, tensor, offset, shape, dtype, box = self
@@ -104,7 +112,13 @@ class TensorMove(_TensorMove, LibraryMove):
     async def settled(moves: Iterable[TensorMove]) -> None:
         await cuda.settled(move.tensor for move in moves)
 
-    def _pair(self, base: int, into: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    @property
+    def is_run(self) -> bool:
+        """Whether it moves contiguous bytes as they are, between contiguous places."""
+        tensor = self.tensor
+        return self.box is None and tensor.dtype is self.dtype and tensor.is_contiguous()
+
+    def pair(self, base: int, into: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Its target and source, as tensors of the same shape."""
         tensor = self.tensor
         stored = tensor_at(base + self.offset, self.shape, self.dtype)
@@ -115,6 +129,52 @@ class TensorMove(_TensorMove, LibraryMove):
         else:
             stored = stored.view(self.dtype)
         return (stored, tensor) if into else (tensor, stored)
+
+
+class DeviceColumns(LibraryMoves):
+    """The moves of many contiguous tensors on devices, as they are.
+
+    Args:
+        keys: those of the values, for errors.
+        offsets: those of the stored values in their segment, in ascending order.
+    """
+
+    __slots__ = ("keys", "offsets", "tensors")
+
+    def __init__(self, keys: list[str], tensors: list[torch.Tensor], offsets: list[int]) -> None:
+        self.keys = keys
+        # They are copied later, in another thread: their ``.data`` may be replaced before.
+        self.tensors = list(map(torch.Tensor.detach, tensors))
+        self.offsets = offsets
+
+    def tasks(self, base: int, *, into: bool, stream: bool) -> None:
+        return None
+
+    @staticmethod
+    async def on_devices(
+        moves: Sequence[TensorMove | DeviceColumns], window: Window, *, into: bool
+    ) -> None:
+        await _on_devices(moves, window, into=into)
+
+    def each(self) -> Iterable[TensorMove]:
+        for key, tensor, offset in zip(self.keys, self.tensors, self.offsets, strict=True):
+            yield TensorMove(key, tensor, offset, tuple(tensor.shape), tensor.dtype)
+
+
+async def _on_devices(
+    moves: Sequence[TensorMove | DeviceColumns], window: Window, *, into: bool
+) -> None:
+    """Make these moves, those of contiguous bytes together."""
+    runs: list[tuple[torch.Tensor, int]] = []
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for move in moves:
+        if isinstance(move, DeviceColumns):
+            runs += zip(move.tensors, move.offsets, strict=True)
+        elif move.is_run:
+            runs.append((move.tensor, move.offset))
+        else:
+            pairs.append(move.pair(window.address, into))
+    await cuda.transfer(runs, pairs, window, into=into)
 
 
 class StagedTensor(Staged):

@@ -3,13 +3,14 @@
 A tensor is *plain* if it is fully described by its bytes: it is a ``torch.Tensor`` or ``Parameter``
 itself, not a subclass; it has at least one element, is contiguous, and lies in CPU memory that its
 storage still holds; and it is neither complex nor quantized, nor a negative view. Plain tensors are
-handled in columns, one list for each property. All other values are inspected one by one in
-:mod:`.tensors`, which also raises the errors for tensors that cannot be stored.
+handled in columns, one list for each property; and so are tensors that would be plain if they were
+not, all of them, on CUDA devices. All other values are inspected one by one in :mod:`.tensors`,
+which also raises the errors for tensors that cannot be stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,6 +41,9 @@ _METHODS = (
 )
 #: Fewer values than this are always inspected one by one, because that takes less time.
 MANY = 4
+# Types of devices, as DLPack numbers them.
+_CPU = 1
+_DEVICE = 2 if torch.version.hip is None else 10
 
 
 class Looked(NamedTuple):
@@ -54,7 +58,7 @@ class Looked(NamedTuple):
     storages: list[Any]
 
 
-def look(values: list[Any], *, memory: bool = True) -> Looked:
+def look(values: list[Any], *, memory: bool = True, on_device: bool = False) -> Looked:
     """Inspect every value. Never raises: a value that torch cannot describe counts as not plain.
     If there are fewer than :data:`MANY` values, all of them count as not plain, so that they are
     inspected one by one.
@@ -62,15 +66,28 @@ def look(values: list[Any], *, memory: bool = True) -> Looked:
     Args:
         memory: must be true when the bytes are about to be moved. Without it this takes half the
             time, and a tensor whose storage was freed may count as plain.
+        on_device: tensors on CUDA devices count as plain, and those in CPU memory do not.
 
     >>> look([torch.zeros(3, 2).t(), "x", None, [1]]).sizes
     [0, 0, 0, 0]
     """
-    return _look(values, memory) if len(values) >= MANY else _FEW[len(values)]
+    if len(values) < MANY:
+        return _FEW[len(values)]
+    return _look(values, memory, _DEVICE if on_device else _CPU)
+
+
+def begins_on_device(values: Sequence[Any] | None) -> bool:
+    """Whether the first of these values is a tensor on a CUDA device, and so perhaps all are."""
+    first = values[0] if values else None
+    return isinstance(first, torch.Tensor) and first.is_cuda
 
 
 def still_there(
-    values: list[torch.Tensor], addresses: list[int], sizes: list[int]
+    values: list[torch.Tensor],
+    addresses: list[int],
+    sizes: list[int],
+    *,
+    on_device: bool = False,
 ) -> list[Any] | None:
     """The storages of plain tensors that :func:`look` has seen, if each of them still has as many
     bytes at the same address, and contiguous; else None. Keeping the storages keeps the memory
@@ -82,7 +99,7 @@ def still_there(
     if _compiled_still is None:
         return None
     storages: list[Any] | None = _compiled_still(
-        _exchange_api(), _METHODS, values, addresses, sizes
+        _exchange_api(), _METHODS, values, addresses, sizes, _DEVICE if on_device else _CPU
     )
     return storages
 
@@ -92,7 +109,7 @@ def _exchange_api() -> Any:
     return getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
 
-def _nothing(values: list[Any], memory: bool = True) -> Looked:
+def _nothing(values: list[Any], memory: bool = True, device: int = _CPU) -> Looked:
     """Used without the compiled module, or without the interface of torch that it needs. All values
     are then inspected one by one, as building the columns in Python would take longer.
     """
@@ -110,15 +127,15 @@ def _best() -> Callable[..., Looked]:
     types = torch.Tensor, torch.nn.Parameter
     native = partial(_compiled, api, types, _METHODS, describe, known)
 
-    def look_at_all(values: list[Any], memory: bool = True) -> Looked:
+    def look_at_all(values: list[Any], memory: bool = True, device: int = _CPU) -> Looked:
         if len(known) > _MAX_KINDS:
             known.clear()
-        return Looked(*native(values, memory))
+        return Looked(*native(values, memory, device))
 
     try:
         if look_at_all([torch.zeros(2, device="cpu")]).sizes != [8]:
             return _nothing
-    except ValueError:  # another version of DLPack
+    except (TypeError, ValueError):  # built from older source than this; another DLPack
         return _nothing
     return look_at_all
 

@@ -95,13 +95,15 @@ def storable(key: str, tensor: torch.Tensor, refused: Refusal = _not_stored) -> 
     kind = type(tensor)
     if (
         kind in _PLAIN
-        and tensor.is_cpu
+        and (tensor.is_cpu or tensor.is_cuda)
         and tensor.layout is torch.strided
         and tensor.dtype not in _ODD
         and not (tensor.is_nested or tensor.is_neg())
         and _has_storage(tensor)
     ):  # The usual case, in every small put: as few calls into torch as possible.
-        return tensor.detach() if tensor.requires_grad else tensor
+        if tensor.requires_grad or tensor.is_cuda:  # whose copies begin later, in another thread
+            return tensor.detach()
+        return tensor
     if kind not in _PLAIN and _is_wrapper(kind):
         if (result := result_of(tensor)) is not None:
             return storable(key, result, refused)

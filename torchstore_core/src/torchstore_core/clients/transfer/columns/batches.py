@@ -11,9 +11,9 @@ from torchstore_core.clients.moving.batches import Columns, Move
 from torchstore_core.clients.transfer.columns.sources import TensorColumns
 from torchstore_core.clients.transfer.moves import PutBatch
 from torchstore_core.clients.transfer.targets import new_tensor, out_of_memory
-from torchstore_core.clients.transfer.tensor_moves import TensorBatch
+from torchstore_core.clients.transfer.tensor_moves import DeviceColumns, TensorBatch
 from torchstore_core.clients.values.overlaps import are_disjoint
-from torchstore_core.clients.values.plain import look, still_there
+from torchstore_core.clients.values.plain import begins_on_device, look, still_there
 from torchstore_core.clients.values.tensors import dtype_of
 from torchstore_core.errors import TransportError
 from torchstore_core.values import TensorMeta
@@ -33,11 +33,11 @@ class ColumnsPut(TensorBatch):
     """Tensors to be written to the places that were granted for them, in ascending order."""
 
     into_segment = True
-    on_device = False
 
     def __init__(
         self, volume: int, segment: int, columns: TensorColumns, offsets: list[int]
     ) -> None:
+        self.on_device = columns.on_device
         self.volume = volume
         self.segment = segment
         self.nbytes = columns.nbytes
@@ -54,10 +54,14 @@ class ColumnsPut(TensorBatch):
         for start in range(0, len(columns), _AT_ONCE):
             part = slice(start, start + _AT_ONCE)
             addresses, sizes = columns.addresses[part], columns.sizes[part]
-            storages = still_there(columns.tensors[part], addresses, sizes)
+            tensors = columns.tensors[part]
+            storages = still_there(tensors, addresses, sizes, on_device=self.on_device)
             if storages is not None:
                 memory += storages
-                yield Columns(addresses, offsets[part], sizes)
+                if self.on_device:
+                    yield DeviceColumns(columns.keys[part], tensors, offsets[part])
+                else:
+                    yield Columns(addresses, offsets[part], sizes)
                 continue
             sources = columns.sources(start, start + _AT_ONCE)
             one_by_one = PutBatch(self.volume, self.segment, sources, offsets[part])
@@ -75,7 +79,6 @@ class ColumnsGet(TensorBatch):
     """
 
     into_segment = False
-    on_device = False
 
     def __init__(
         self,
@@ -94,6 +97,7 @@ class ColumnsGet(TensorBatch):
         self._offsets = offsets
         self._own = tensors
         self.tensors = tensors
+        self.on_device = begins_on_device(tensors)
 
     def moves(self, room: int | None) -> Iterator[Move]:
         _check_room(self._offsets, self._sizes, room, self.segment)
@@ -103,11 +107,15 @@ class ColumnsGet(TensorBatch):
             self._memory = list(map(torch.Tensor.untyped_storage, self.tensors))
             addresses = list(map(torch.Tensor.data_ptr, self.tensors))
         else:
-            looked = look(self._own)
+            looked = look(self._own, on_device=self.on_device)
             addresses = looked.addresses
             if looked.metas != self._metas or not are_disjoint(addresses, self._sizes):
                 raise NotPlainError
             self._memory = looked.storages
+            if self.on_device:
+                keys = [""] * len(addresses)  # no tensor changes before it is written to
+                yield DeviceColumns(keys, self._own, self._offsets)
+                return
         yield Columns(addresses, self._offsets, self._sizes)
 
 

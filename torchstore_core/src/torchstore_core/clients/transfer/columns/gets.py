@@ -12,6 +12,7 @@ from torchstore_core.clients.moving.batches import MAP_MIN
 from torchstore_core.clients.moving.entries import each_of
 from torchstore_core.clients.transfer.columns.batches import ColumnsGet
 from torchstore_core.clients.transfer.columns.sources import are_names
+from torchstore_core.clients.values.plain import begins_on_device
 from torchstore_core.clients.values.tensors import dtype_of
 from torchstore_core.errors import ProtocolError, UnsupportedValueError
 from torchstore_core.values import TensorMeta
@@ -31,6 +32,11 @@ class Named(msgspec.Struct, frozen=True, gc=False):
 
     keys: list[str]
     tensors: list[torch.Tensor] | None
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the destinations seem to be on CUDA devices."""
+        return begins_on_device(self.tensors)
 
 
 def names_and_tensors(what: Mapping[Any, Any] | Sequence[Any]) -> Named | None:

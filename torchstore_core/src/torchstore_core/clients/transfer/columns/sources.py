@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from torchstore_core.clients.transfer.sources import Source, plain_source
-from torchstore_core.clients.values.plain import look
+from torchstore_core.clients.values.plain import begins_on_device, look
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.columns import FEWEST, LARGE, kinds_of
@@ -26,6 +26,7 @@ class TensorColumns(msgspec.Struct, frozen=True, gc=False):
         metas, sizes: what each of them is, and its size in bytes.
         addresses: where each of them was when it was inspected.
         nbytes: the total.
+        on_device: whether all of them are on CUDA devices; otherwise none is.
     """
 
     keys: list[str]
@@ -34,6 +35,7 @@ class TensorColumns(msgspec.Struct, frozen=True, gc=False):
     sizes: list[int]
     addresses: list[int]
     nbytes: int
+    on_device: bool = False
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -56,7 +58,8 @@ def tensor_columns(keys: Collection[Any], values: Collection[Any]) -> TensorColu
     if len(values) < FEWEST or not are_names(keys):
         return None
     tensors = list(values)
-    looked = look(tensors, memory=False)
+    on_device = begins_on_device(tensors)
+    looked = look(tensors, memory=False, on_device=on_device)
     sizes = looked.sizes
     if not min(sizes):  # a value is not plain
         return None
@@ -64,7 +67,7 @@ def tensor_columns(keys: Collection[Any], values: Collection[Any]) -> TensorColu
     nbytes = sum(sizes)
     if nbytes >= LARGE * len(sizes):
         return None
-    return TensorColumns(list(keys), tensors, metas, sizes, looked.addresses, nbytes)
+    return TensorColumns(list(keys), tensors, metas, sizes, looked.addresses, nbytes, on_device)
 
 
 def are_names(keys: Collection[Any], longest: int = m.MAX_KEY) -> bool:
