@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 
 from measured.checkpoints import Checkpoints
+from measured.devices import OnDevice
 from measured.dicts import Dicts
 from measured.full_memory.spilling import MoreThanMemory
 from measured.jobs import Job
@@ -36,6 +37,7 @@ def main(loop: str) -> None:
         | {
             "dicts": dicts,
             "checkpoints": Checkpoints(dicts),
+            "devices": OnDevice(stores.run),
             "keys": ManyKeys(stores.run),
             "mapped": MappedTensors(stores.run),
             "references": References(stores.run),
