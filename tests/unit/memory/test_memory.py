@@ -83,7 +83,7 @@ def test_prefault_does_not_disturb_bytes_that_are_there(memory):
 
 
 def test_a_system_without_threads_warms_later(memory):
-    before = threading.stack_size(1 << 46)  # no thread gets so large a stack
+    before = threading.stack_size(1 << 60)  # no thread gets so large a stack
     try:
         memory.prefault(MIB, lambda: None)
     finally:
