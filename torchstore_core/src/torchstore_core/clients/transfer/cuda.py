@@ -1,6 +1,6 @@
 """Copies between CUDA tensors and segments, on a side stream, page-locked if the driver allows.
 
-Never executed where torch has no CUDA: its tests carry the ``gpu`` marker, or stand in for a driver.
+Never executed where torch has no CUDA: its tests carry the ``gpu`` marker, or stand in for one.
 """
 
 from __future__ import annotations
