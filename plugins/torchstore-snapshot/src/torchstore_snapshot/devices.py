@@ -246,7 +246,7 @@ class Lane:
                 if target.is_contiguous():
                     target.copy_(source, non_blocking=True)
                 else:
-                    arrived = torch.empty_like(source, device=target.device)
+                    arrived = torch.empty_like(target, memory_format=torch.contiguous_format)
                     arrived.copy_(source, non_blocking=True)
                     target.copy_(arrived)
 
@@ -271,6 +271,9 @@ class _Queue:
         if device != self._device:
             self._current.close()
             stream = self._used[device] = self._devices.stream(device)
+            # The device first: otherwise, the device of before, which may be one that the program
+            # does not use, would get a context when this ends.
+            self._current.enter_context(torch.cuda.device(device))
             self._current.enter_context(torch.cuda.stream(stream))
             self._device = device
 
@@ -334,7 +337,8 @@ def flat_bytes(path: str, tensor: torch.Tensor) -> torch.Tensor:
         UnsupportedValueError: the memory of the tensor was freed.
     """
     check_storage(path, tensor)
-    return byte_like(tensor).view(-1).view(torch.uint8)
+    # Where there is one element alone, its stride may be anything.
+    return byte_like(tensor).as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def settle(tensors: Iterable[torch.Tensor]) -> None:
@@ -360,6 +364,7 @@ def with_streams(call: Callable[[], T]) -> Callable[[], T]:
         with contextlib.ExitStack() as entered:
             for stream in streams:
                 if stream != torch.cuda.default_stream(stream.device):
+                    entered.enter_context(torch.cuda.device(stream.device))
                     entered.enter_context(torch.cuda.stream(stream))
             entered.enter_context(torch.cuda.device(here))
             return call()
