@@ -163,7 +163,6 @@ class Devices:
         with self.lane() as lane:
             ahead: deque[tuple[Slot, list[memoryview]]] = deque()
             for window in windows:
-                check()
                 ahead.append(lane.fetch(window))
                 if len(ahead) == _SLOTS:
                     slot, parts = ahead.popleft()
@@ -292,7 +291,8 @@ class DeviceBytes(Elsewhere):
     """A range of the bytes of a tensor on a device, in row-major order.
 
     Args:
-        begin, end: the first byte, and the end.
+        begin, end: the first byte, and the end. Both are ends of elements: tensors begin at
+            multiples of the size of theirs in a file, and are cut at multiples of 64.
     """
 
     def __init__(self, devices: Devices, tensor: torch.Tensor, begin: int, end: int) -> None:
@@ -319,15 +319,11 @@ class DeviceBytes(Elsewhere):
         if self.tensor.is_contiguous():
             memory.copy_(flat_bytes("", self.tensor)[self._begin : self._end], non_blocking=True)
             return
-        # Whole elements are arranged, of which the first and the last may not be wanted in full.
-        size = self.tensor.itemsize
-        first, last = self._begin // size * size, -(-self._end // size) * size
         at = 0
-        skip, left = self._begin - first, self.nbytes
-        for view in ranges_of(byte_like(self.tensor), first, last):
-            flat = flat_bytes("", view.contiguous())[skip : skip + left]
+        for view in ranges_of(byte_like(self.tensor), self._begin, self._end):
+            flat = flat_bytes("", view.contiguous())
             memory[at : at + flat.nbytes].copy_(flat, non_blocking=True)
-            at, skip, left = at + flat.nbytes, 0, left - flat.nbytes
+            at += flat.nbytes
 
 
 def flat_bytes(path: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ nothing else runs that code.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -157,6 +158,7 @@ class OnDevice(torch.Tensor):
     def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = op.overloadpacket.__name__
         given = {key: value for key, value in (kwargs or {}).items() if key != "device"}
+        inference = any(isinstance(one, cls) and one.is_inference() for one in args)
         with torch.inference_mode(False):
             plain = pytree.tree_map_only(cls, lambda one: one.values, args)
             if name.endswith("_"):
@@ -168,6 +170,7 @@ class OnDevice(torch.Tensor):
                 driver.current_stream().put(lambda: made.copy_(source))
             elif not op.is_view and name != "empty_like":
                 raise NotImplementedError(name)
+        with torch.inference_mode(inference):
             return pytree.tree_map_only(torch.Tensor, cls, made)
 
 
@@ -179,7 +182,7 @@ def _queue(op: Any, args: Any, plain: Any, kwargs: Any) -> Any:
     later = True
     for one in args:
         if isinstance(one, torch.Tensor) and not isinstance(one, OnDevice):
-            assert one.is_contiguous()
+            assert all(each.is_contiguous() for each in args[:2])
             later = driver.is_locked(one) and op.overloadpacket.__name__ == "copy_"
             later = later and kwargs.get("non_blocking", False) + (True in plain[2:])
 
@@ -198,6 +201,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Driver:
     """A driver that knows nothing yet."""
     global driver
     driver = Driver()
+    monkeypatch.setenv("TORCHSTORE_COPY_THREADS", "2")
     monkeypatch.setattr(torch, "empty", driver.empty)
     monkeypatch.setattr(torch.cuda, "Stream", driver.stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -290,14 +294,14 @@ def _value(nbytes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 @views
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:4], ids=str)
 def test_what_is_written_is_what_is_on_the_device(tmp_path, view, dtype):
     """Together with what is on the host, at any place of a file."""
-    value = _value(9 * MIB, dtype)
+    value = _value(5 * MIB, dtype)
     tensors = [torch.arange(999), view(value), torch.ones(3), view(_value(MIB, dtype))]
     expected = _expected(tmp_path, tensors)
     on_device = [tensors[0], OnDevice(tensors[1]), tensors[2], OnDevice(tensors[3])]
-    assert _write(LocalStorage(tmp_path), on_device) == expected
+    assert _write(LocalStorage(tmp_path), on_device, step=STEP // 4) == expected
     assert not driver.slow
 
 
@@ -404,8 +408,11 @@ places = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 
 
 @places
-@pytest.mark.parametrize("check", CHECKS, ids=str)
-@pytest.mark.parametrize("budget", [None, 1, 3 * MIB], ids=str)
+@pytest.mark.parametrize(
+    ("check", "budget"),
+    [*((check, None) for check in CHECKS), ("during", 1), ("before", 3 * MIB)],
+    ids=str,
+)
 def test_what_is_restored_is_what_was_taken(tmp_path, place, check, budget):
     value = _value(19 * MIB)
     Snapshot.take(tmp_path / "s", {"m": StateDict(w=value)})
@@ -417,7 +424,7 @@ def test_what_is_restored_is_what_was_taken(tmp_path, place, check, budget):
         assert not mine._base.any(), "written outside of the view"
     assert not driver.slow
     if budget is not None:
-        assert driver.nbytes <= max(budget, 128 << 10)
+        assert driver.nbytes <= max(budget // 2, 128 << 10), "the rest is for what is read"
 
 
 @places
@@ -431,12 +438,12 @@ def test_any_dtype_is_restored(tmp_path, place, dtype):
 
 
 @places
-@pytest.mark.parametrize("check", CHECKS, ids=str)
+@pytest.mark.parametrize("check", CHECKS[:3], ids=str)
 @pytest.mark.parametrize("columns", [slice(0, 500), slice(3, 470), slice(0, 1)], ids=str)
 def test_parts_are_restored(tmp_path, place, check, columns):
-    value = _value(19 * MIB)
+    value = _value(9 * MIB)
     Snapshot.take(tmp_path / "s", {"m": StateDict(w=value)})
-    expected = value[7:9000, columns]
+    expected = value[7:4500, columns]
     part = TensorSlice((7, columns.start), tuple(expected.shape), tuple(value.shape))
     mine = place(*expected.shape, value.dtype)
     _restore(tmp_path / "s", OnDevice(mine), check, part)
@@ -477,6 +484,23 @@ def test_damage_is_found(tmp_path, check: Literal["before", "during", "all"], bu
         assert not mine.any()
 
 
+@places
+def test_a_file_that_is_truncated_while_it_is_read(tmp_path, monkeypatch, place):
+    value = _value(5 * MIB)
+    Snapshot.take(tmp_path / "s", {"m": StateDict(w=value)})
+    (file,) = (tmp_path / "s").glob("*.safetensors")
+    window = Files.window
+
+    def truncating(self: Files, *arguments: Any) -> memoryview | None:
+        found = window(self, *arguments)
+        os.truncate(file, 0)
+        return found
+
+    monkeypatch.setattr(Files, "window", truncating)
+    with pytest.raises(SnapshotCorruptError, match="became shorter"):
+        _restore(tmp_path / "s", OnDevice(place(*value.shape, value.dtype)), None)
+
+
 def test_work_that_reads_a_tensor_comes_before_its_restore(tmp_path):
     Snapshot.take(tmp_path / "s", {"m": StateDict(w=torch.full((5 * MIB,), 2.0))})
     mine = torch.ones(5 * MIB)
@@ -505,6 +529,7 @@ def test_inference_tensors_are_restored(tmp_path):
     mine = torch.zeros_like(value)
     with torch.inference_mode():
         target = OnDevice(mine)
+    assert target.is_inference()
     _restore(tmp_path / "s", target, "during")
     assert torch.equal(mine, value)
 
