@@ -88,19 +88,17 @@ class Devices:
                 stream.synchronize()
 
     def bytes_of(self, path: str, tensor: torch.Tensor) -> DeviceBytes:
-        """Return the bytes of a tensor on a device, of any strides, in row-major order: those that
-        it has after the work that this thread has queued on its current stream.
+        """Return the bytes of a tensor on a device, of any strides, in row-major order.
 
         Raises:
             UnsupportedValueError: the memory of the tensor was freed.
         """
         check_storage(path, tensor)
-        self.follow(tensor.device)
-        return DeviceBytes(self, tensor, 0, tensor.nbytes)
+        return DeviceBytes(self, path, tensor, 0, tensor.nbytes)
 
     def follow(self, device: torch.device) -> None:
-        """Let what is copied from now on wait for what this thread has queued on its current
-        stream.
+        """Let what is copied from now on also wait for what this thread, another one than that
+        which created this, has queued on its current stream.
         """
         self.stream(device).wait_stream(torch.cuda.current_stream(device))
 
@@ -110,8 +108,8 @@ class Devices:
             found = self._streams.get(device)
             if found is None:
                 found = self._streams[device] = torch.cuda.Stream(device)
-                if device.index in range(len(self._callers)):
-                    found.wait_stream(self._callers[device.index])
+                if self._callers:
+                    found.wait_stream(self._callers[device.index or 0])
             return found
 
     @contextlib.contextmanager
@@ -291,12 +289,16 @@ class DeviceBytes(Elsewhere):
     """A range of the bytes of a tensor on a device, in row-major order.
 
     Args:
+        path: of the tensor, for errors.
         begin, end: the first byte, and the end. Both are ends of elements: tensors begin at
             multiples of the size of theirs in a file, and are cut at multiples of 64.
     """
 
-    def __init__(self, devices: Devices, tensor: torch.Tensor, begin: int, end: int) -> None:
+    def __init__(
+        self, devices: Devices, path: str, tensor: torch.Tensor, begin: int, end: int
+    ) -> None:
         self._devices = devices
+        self._path = path
         self.tensor = tensor
         self._begin, self._end = begin, end
 
@@ -307,7 +309,8 @@ class DeviceBytes(Elsewhere):
     def __getitem__(self, part: slice) -> DeviceBytes:
         start, stop, _ = part.indices(self.nbytes)
         begin = self._begin + start
-        return DeviceBytes(self._devices, self.tensor, begin, max(begin, self._begin + stop))
+        end = max(begin, self._begin + stop)
+        return DeviceBytes(self._devices, self._path, self.tensor, begin, end)
 
     def arrivals(self, windows: Iterable[Sequence[Part]]) -> Generator[memoryview, None, None]:
         return self._devices.arrivals(windows)
@@ -317,11 +320,12 @@ class DeviceBytes(Elsewhere):
         if not self.nbytes:
             return
         if self.tensor.is_contiguous():
-            memory.copy_(flat_bytes("", self.tensor)[self._begin : self._end], non_blocking=True)
+            flat = flat_bytes(self._path, self.tensor)[self._begin : self._end]
+            memory.copy_(flat, non_blocking=True)
             return
         at = 0
         for view in ranges_of(byte_like(self.tensor), self._begin, self._end):
-            flat = flat_bytes("", view.contiguous())
+            flat = flat_bytes(self._path, view.contiguous())
             memory[at : at + flat.nbytes].copy_(flat, non_blocking=True)
             at += flat.nbytes
 

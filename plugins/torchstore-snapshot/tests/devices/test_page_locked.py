@@ -203,6 +203,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
     monkeypatch.setenv("TORCHSTORE_COPY_THREADS", "2")
     monkeypatch.setattr(torch, "empty", driver.empty)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "Stream", driver.stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
@@ -336,6 +338,18 @@ def test_what_the_current_stream_makes_of_a_tensor_is_written(tmp_path):
     with driver.on(driver.stream()):
         tensor.fill_(7)
         assert _write(LocalStorage(tmp_path), [tensor]) == expected
+
+
+def test_what_another_stream_makes_of_a_tensor_is_written():
+    """As a planner of ``torch.distributed.checkpoint`` may, when it is asked for a tensor."""
+    tensor = OnDevice(torch.zeros(5 * MIB, dtype=torch.uint8))
+    with Devices() as devices, driver.on(driver.stream()):
+        tensor.fill_(7)
+        devices.follow(tensor.device)
+        with contextlib.closing(devices.bytes_of("w", tensor)[9:90].arrivals([])) as nothing:
+            assert not list(nothing)
+        with contextlib.closing(devices.arrivals([[devices.bytes_of("w", tensor)[9:90]]])) as found:
+            assert [bytes(each) for each in found] == [bytes([7] * 81)]
 
 
 def test_a_refusal_to_page_lock_is_said_once_and_costs_only_time(tmp_path):
@@ -542,8 +556,6 @@ def test_another_thread_has_the_current_device_and_streams_of_this_one(monkeypat
         device.append(one)
         yield
 
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", on_device)
     mine = driver.stream(0)

@@ -105,6 +105,8 @@ def sources_of(
                 yield Source(index, position, 0, memoryview(items[unit.item].data))
                 continue
             tensor = resolved(planner, members[unit.item])
+            if not tensor.is_cpu:
+                devices.follow(tensor.device)
             data = data_of(members[unit.item].index.fqn, tensor, devices)
             yield Source(index, position, 0, data, tensor)
 

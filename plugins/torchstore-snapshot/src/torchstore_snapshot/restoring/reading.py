@@ -234,8 +234,6 @@ def _carry_out(
     hashes: dict[int, dict[int, bytes]] = {}
     if check == "during":
         hashes = {i: {} for i, read in enumerate(reads) if _hashed(files, read, limits)}
-    for device in {read.target.device for read in reads if not read.target.is_cpu}:
-        devices.follow(device)
     work = tasks(files, dict(enumerate(reads)), hashes, advance, limits, devices)
     run_tasks(work, limits.threads)
     for index, found in hashes.items():
