@@ -11,9 +11,9 @@ restore may have written to some tensors.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torchstore_core.clients.state_dicts.getting import StateDictReport
 from torchstore_snapshot.api import series as blocking_series
@@ -21,15 +21,23 @@ from torchstore_snapshot.api import snapshot as blocking
 from torchstore_snapshot.api.pending import PendingSnapshot
 from torchstore_snapshot.api.stateful import AppState
 from torchstore_snapshot.api.stores import load_into_store, snapshot_store
+from torchstore_snapshot.devices import with_streams
 from torchstore_snapshot.errors import SnapshotCorruptError
 from torchstore_snapshot.format.manifest import Entry, Manifest
 from torchstore_snapshot.progress import Progress
 from torchstore_snapshot.restoring.restore import Verify
 from torchstore_snapshot.series.gc import GcReport
 from torchstore_snapshot.series.gc import gc as blocking_gc
-from torchstore_snapshot.stopping import in_thread
+from torchstore_snapshot.stopping import in_thread as in_plain_thread
 
 __all__ = ["Series", "Snapshot", "gc", "load_into_store", "snapshot_store"]
+
+T = TypeVar("T")
+
+
+async def in_thread(call: Callable[[], T]) -> T:
+    """Make a call in a thread, in which the current device and streams are those of this one."""
+    return await in_plain_thread(with_streams(call))
 
 
 class Snapshot:

@@ -13,7 +13,7 @@ from tests.processes import Script
 from tests.support import children, until
 
 from torchstore_snapshot import Snapshot
-from torchstore_snapshot.background.batches import ranges_of
+from torchstore_snapshot.taking.strided import ranges_of
 
 MIB = 1 << 20
 

@@ -93,7 +93,9 @@ class Snapshot:
     ) -> Snapshot:
         """Take a snapshot, and return when it is committed.
 
-        The files are written straight from the memory of the tensors. All ranks call this with the
+        The files are written straight from the memory of the tensors, or, for those on devices,
+        through a few buffers; what is stored is what the work makes of them that is queued on the
+        current streams. All ranks call this with the
         same keys. DTensors are stored by their shards. What all ranks have with the same values
         (the parameters of ``DistributedDataParallel``, replicas of DTensors, and what
         ``replicated`` names) is written once, by one of them. Until the snapshot is committed,
@@ -117,8 +119,9 @@ class Snapshot:
                 threads write (the number of copy threads); ``progress``, True for a bar on a
                 terminal, or a function of the bytes that are done and of all bytes (what it raises
                 ends the take);
-                ``memory_budget``, as for :meth:`async_take`: this call stages nothing, and has a
-                few buffers of 4 MiB for each thread.
+                ``memory_budget``, bytes of page-locked memory that tensors on devices may pass
+                through (at least 128 KiB; None: 4 MiB for each thread). Beside that, this call
+                stages nothing, and has a few buffers of 4 MiB for each thread.
 
         Raises:
             SnapshotExistsError: there is a snapshot already.
@@ -205,8 +208,10 @@ class Snapshot:
         progress: Progress = False,
     ) -> StateDictReport:
         """Restore objects: read what this rank needs straight into the tensors of their state
-        dicts, and call ``load_state_dict``. All ranks call this, as for a take, and get the
-        snapshot together: none of them writes to a tensor before all have found what they need.
+        dicts, and call ``load_state_dict``. Tensors on devices are written to after the work that
+        is queued on their current streams, and are complete when this returns. All ranks call this,
+        as for a take, and get the snapshot together: none of them writes to a tensor before all
+        have found what they need.
 
         The number of ranks and the layout of DTensors may differ from those of the take. A rank
         that the take did not have gets what is sharded or the same on all ranks. Values that each

@@ -11,8 +11,9 @@ from torchstore_core.clients.values.tensors import from_buffer
 from torchstore_snapshot.background import messages as m
 from torchstore_snapshot.format.hashes import BLOCK
 from torchstore_snapshot.taking.preparing import Prepared
+from torchstore_snapshot.taking.strided import ranges_of
 
-__all__ = ["Staged", "batches", "ranges_of", "units_of"]
+__all__ = ["Staged", "batches", "units_of"]
 
 
 class Staged(NamedTuple):
@@ -72,37 +73,3 @@ def _range(prepared: Prepared, chunk: m.Chunk, begin: int, end: int) -> list[tor
         return [from_buffer(data, 0, (len(data),), torch.uint8)]
     tensor = item.pieces[unit.piece].tensor
     return [tensor] if end - begin == tensor.nbytes else ranges_of(tensor, begin, end)
-
-
-def ranges_of(tensor: torch.Tensor, begin: int, end: int) -> list[torch.Tensor]:
-    """Return views of a tensor, of whatever strides, that have the bytes from ``begin`` to ``end``
-    of its values in row-major order, one view after the other. Copies nothing.
-
-    >>> [view.tolist() for view in ranges_of(torch.arange(6).view(2, 3).t(), 8, 40)]
-    [[3], [[1, 4]], [2]]
-    """
-    first, last = begin // tensor.itemsize, end // tensor.itemsize
-    if tensor.is_contiguous():
-        return [tensor.view(-1)[first:last]]
-    found: list[torch.Tensor] = []
-    _collect(tensor, first, last, found)
-    return found
-
-
-def _collect(tensor: torch.Tensor, first: int, last: int, found: list[torch.Tensor]) -> None:
-    if first >= last:
-        return
-    if tensor.dim() <= 1:
-        found.append(tensor[first:last] if tensor.dim() else tensor)
-        return
-    row = tensor.numel() // tensor.shape[0]
-    top, bottom = -(-first // row), last // row  # the rows of which everything is wanted
-    if top > bottom:  # the range is inside of one row
-        _collect(tensor[bottom], first - bottom * row, last - bottom * row, found)
-        return
-    if first < top * row:
-        _collect(tensor[top - 1], first - (top - 1) * row, row, found)
-    if top < bottom:
-        found.append(tensor[top:bottom])
-    if bottom * row < last:
-        _collect(tensor[bottom], 0, last - bottom * row, found)

@@ -21,6 +21,7 @@ from torchstore_snapshot.background.batches import batches, units_of
 from torchstore_snapshot.background.process import Job, WriterProcess, the_writer
 from torchstore_snapshot.background.rendezvous import report_failure
 from torchstore_snapshot.background.stores import bounded, own_store, put, unstage
+from torchstore_snapshot.devices import settle
 from torchstore_snapshot.errors import SnapshotUndecidedError, SnapshotWriterError
 from torchstore_snapshot.format.hashes import Digest
 from torchstore_snapshot.progress import metered
@@ -180,6 +181,7 @@ class _Stage:
         begun = begin_message(prepared, self._job.number)
         self._claim = None
         self._writer.send(begun)
+        settle(piece.tensor for item in prepared.items for piece in item.pieces)
         run_in_background(self._stage(prepared, limit, self._writer, self._job))
         check()
         self._writer.send(m.Finish(self._job.number))

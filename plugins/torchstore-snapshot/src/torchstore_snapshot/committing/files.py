@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import xxhash
@@ -15,14 +16,22 @@ from torchstore_snapshot.format.hashes import BLOCK, Digest, summed
 from torchstore_snapshot.format.safetensors_files import Layout
 from torchstore_snapshot.progress import Advance
 from torchstore_snapshot.storage.base import Storage, Writer
-from torchstore_snapshot.storage.gathering import STEP, Block, Gathered, Run, blocks_of
+from torchstore_snapshot.storage.gathering import (
+    STEP,
+    Block,
+    Elsewhere,
+    Gathered,
+    Part,
+    Run,
+    blocks_of,
+)
 from torchstore_snapshot.threads import interleaved, run_tasks
 
 __all__ = ["OpenFiles", "Scattered", "Source"]
 
 
 class Scattered(ABC):
-    """A tensor whose bytes do not lie in a row in memory of the host."""
+    """A tensor on the host whose bytes do not lie in a row in memory."""
 
     @property
     @abstractmethod
@@ -41,14 +50,15 @@ class Source(NamedTuple):
         file: the index of the file.
         unit: the index of the tensor in that file.
         begin: where in the tensor the bytes begin: a multiple of ``BLOCK``.
-        data: bytes, in one piece or in several, or scattered (all of them: ``begin`` is 0).
+        data: bytes, in one piece or in several, or elsewhere, or scattered (all of them: ``begin``
+            is 0).
         owner: kept alive until the bytes have been written.
     """
 
     file: int
     unit: int
     begin: int
-    data: memoryview | list[memoryview] | Scattered
+    data: memoryview | list[memoryview] | Elsewhere | Scattered
     owner: Any = None
 
 
@@ -83,7 +93,8 @@ class OpenFiles:
         durable: flush the files, so that they would survive a power failure.
         threads: how many threads write; None: the number of copy threads.
         advance: told how many bytes were written.
-        step: bytes that are written at a time, see :class:`.Gathered`.
+        step: bytes that are written at a time, see :class:`.Gathered`, and that arrive at a time
+            from elsewhere.
     """
 
     def __init__(
@@ -226,19 +237,25 @@ class OpenFiles:
     def _write(self, file: _File, run: Run) -> None:
         if file.writer is None or not (run.before or run.blocks):
             return
-        gathered = Gathered(file.writer, run.start, self._step)
-        for part in run.before:
-            for step in gathered.steps(part):
-                gathered.add(step)
-        for block in run.blocks:
-            hasher = xxhash.xxh3_128()
-            for part in block.parts:
-                for step in gathered.steps(part):
-                    hasher.update(step)
+        with contextlib.ExitStack() as closing:
+            elsewhere = run.elsewhere
+            arrivals: Generator[memoryview, None, None] | None = None
+            if elsewhere is not None:
+                arrivals = elsewhere.arrivals(run.windows(self._step))
+                closing.callback(arrivals.close)
+            gathered = Gathered(file.writer, run.start, self._step)
+            for part in run.before:
+                for step in gathered.steps(part, arrivals):
                     gathered.add(step)
-            block.found[block.number] = hasher.digest()
-        if run.stop == run.end:
-            gathered.flush()
+            for block in run.blocks:
+                hasher = xxhash.xxh3_128()
+                for part in block.parts:
+                    for step in gathered.steps(part, arrivals):
+                        hasher.update(step)
+                        gathered.add(step)
+                block.found[block.number] = hasher.digest()
+            if run.stop == run.end:
+                gathered.flush()
         self._written(file, run.stop - run.start)
         if self._advance is not None and run.nbytes:
             self._advance(run.nbytes)
@@ -267,10 +284,10 @@ class OpenFiles:
 
 
 def _blocks(
-    data: memoryview | list[memoryview], source: Source, found: list[bytes]
+    data: memoryview | list[memoryview] | Elsewhere, source: Source, found: list[bytes]
 ) -> Iterator[Block]:
-    """The blocks of a source whose bytes are in memory."""
-    parts = data if isinstance(data, list) else [data]
+    """The blocks of a source whose bytes are in a row, in memory or elsewhere."""
+    parts: Sequence[Part] = data if isinstance(data, list) else [data]
     for number, block in enumerate(blocks_of(parts), source.begin // BLOCK):
         found.extend(b"" for _ in range(number + 1 - len(found)))
         yield Block(block, found, number, source.owner)

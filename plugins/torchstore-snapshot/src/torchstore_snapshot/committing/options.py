@@ -37,8 +37,9 @@ class TakeOptions(NamedTuple):
         progress: who is told how far writing is.
         base: the path of a snapshot beside the new one, to whose files it refers for what has not
             changed; or :data:`NEWEST`.
-        memory_budget: bytes that may be staged at a time, by a take that stages; None: a share of
-            what is free.
+        memory_budget: bytes that may be staged at a time, by a take that stages (None: a share of
+            what is free), or that tensors on devices may pass through (None: two slots for each
+            thread).
     """
 
     overwrite: bool = False

@@ -21,6 +21,7 @@ from torchstore_snapshot.committing.replacing import (
     refuse_existing,
     refuse_foreign_maps,
 )
+from torchstore_snapshot.devices import Devices
 from torchstore_snapshot.errors import SnapshotCorruptError
 from torchstore_snapshot.format.manifest import Entry, Manifest
 from torchstore_snapshot.format.paths import new_take_id
@@ -203,13 +204,14 @@ def _write_part(begun: Take, rank: int, members: Sequence[Member], written: list
         open_storage(begun.url), layouts, durable=options.fsync, threads=options.threads
     )
 
-    def sources() -> Iterator[Source]:
+    def sources(devices: Devices) -> Iterator[Source]:
         for index, file in enumerate(files):
             for position, unit in enumerate(file.units):
-                yield _source(members[unit.item], unit, index, position)
+                yield _source(members[unit.item], unit, index, position, devices)
 
     try:
-        opened.write(sources())
+        with Devices() as devices:
+            opened.write(sources(devices))
         digests = opened.close()
     except BaseException:
         opened.abort()
@@ -219,7 +221,7 @@ def _write_part(begun: Take, rank: int, members: Sequence[Member], written: list
     return part_of(rank, keys, items, files, digests)
 
 
-def _source(member: Member, unit: Unit, index: int, position: int) -> Source:
+def _source(member: Member, unit: Unit, index: int, position: int, devices: Devices) -> Source:
     item = member.item
     if not item.is_tensor:
         return Source(index, position, 0, memoryview(item.data))
@@ -234,7 +236,7 @@ def _source(member: Member, unit: Unit, index: int, position: int) -> Source:
                 key=path,
             )
         tensor = storable(path, found)
-        return Source(index, position, 0, data_of(path, tensor), tensor)
+        return Source(index, position, 0, data_of(path, tensor, devices), tensor)
     if nbytes != planned.nbytes:
         raise SnapshotCorruptError(
             f"{path!r} has {nbytes} bytes, and not {planned.nbytes} as its metadata say", key=path

@@ -16,6 +16,7 @@ from torchstore_core.clients.values.tensors import dtype_name, storable
 from torchstore_core.errors import LayoutMismatchError
 from torchstore_core.values import TensorSlice
 from torchstore_snapshot.committing.files import Source
+from torchstore_snapshot.devices import Devices
 from torchstore_snapshot.format.file_headers import header_digest
 from torchstore_snapshot.format.hashes import BLOCK, Digest
 from torchstore_snapshot.format.manifest import DataFile, Entry, ObjectEntry, Piece, TensorEntry
@@ -95,6 +96,7 @@ def sources_of(
     members: Sequence[WriteItem],
     files: Sequence[PlannedFile],
     planner: SavePlanner,
+    devices: Devices,
 ) -> Iterator[Source]:
     """The bytes of all files. Tensors are resolved when it is their turn: that may make copies."""
     for index, file in enumerate(files):
@@ -103,7 +105,9 @@ def sources_of(
                 yield Source(index, position, 0, memoryview(items[unit.item].data))
                 continue
             tensor = resolved(planner, members[unit.item])
-            data = data_of(members[unit.item].index.fqn, tensor)
+            if not tensor.is_cpu:
+                devices.follow(tensor.device)
+            data = data_of(members[unit.item].index.fqn, tensor, devices)
             yield Source(index, position, 0, data, tensor)
 
 

@@ -30,6 +30,7 @@ from torchstore_snapshot.dcp.items import (
 from torchstore_snapshot.dcp.layout import divided, fold
 from torchstore_snapshot.dcp.objects import encoded, value_of
 from torchstore_snapshot.dcp.places import AtPath
+from torchstore_snapshot.devices import Devices
 from torchstore_snapshot.errors import SnapshotUndecidedError
 from torchstore_snapshot.format.manifest import (
     Entry,
@@ -196,7 +197,8 @@ class SnapshotStorageWriter(AtPath, StorageWriter):
             storage, layouts, durable=self._options.fsync, threads=self._options.threads
         )
         try:
-            opened.write(sources_of(items, members, files, planner))
+            with Devices() as devices:
+                opened.write(sources_of(items, members, files, planner, devices))
             digests = opened.close()
         except BaseException:
             opened.abort()

@@ -11,8 +11,14 @@ import torch
 import xxhash
 
 from torchstore_core import boxes
-from torchstore_core.clients.values.tensors import byte_like, from_buffer, strided_copy
+from torchstore_core.clients.values.tensors import (
+    byte_like,
+    check_storage,
+    from_buffer,
+    strided_copy,
+)
 from torchstore_core.machine import copying
+from torchstore_snapshot.devices import Devices, flat_bytes
 from torchstore_snapshot.format.hashes import blocks
 from torchstore_snapshot.format.manifest import Piece
 from torchstore_snapshot.progress import Advance
@@ -98,7 +104,7 @@ def fills(read: Read) -> bool:
     """Whether the bytes of a read lie in its target as they do in the file."""
     begin, end = read.span
     target = read.target
-    return target.is_cpu and target.is_contiguous() and end - begin == target.nbytes
+    return target.is_contiguous() and end - begin == target.nbytes
 
 
 def tasks(
@@ -107,12 +113,14 @@ def tasks(
     hashes: Mapping[int, dict[int, bytes]],
     advance: Advance | None,
     limits: Limits,
+    devices: Devices,
 ) -> Iterator[Callable[[], None]]:
     """Return tasks that carry reads out, for several threads.
 
     Args:
         hashes: by the number of each read that is to be hashed on the way (:func:`fills` holds for
             it), where the hashes of its blocks go, by their numbers.
+        devices: for targets that are on one.
     """
     left = sum(read.target.nbytes for read in reads.values())
     # From remote storage, each part is a request, and many are under way at a time.
@@ -124,45 +132,60 @@ def tasks(
         target = read.target.detach()
         if not fills(read):
             left -= target.nbytes
-            yield functools.partial(_scatter, files, read, target, advance, limits)
+            yield functools.partial(_scatter, files, read, target, advance, limits, devices)
             continue
         begin, _ = read.span
         found = hashes.get(index)
-        memory = bytes_of(read.path, target)
-        for start, stop, number in _parts(files, read, most, hashed=found is not None):
-            if group and (stop - start > room or group[0].file != read.piece.file):
-                yield functools.partial(_fill, files, group, advance, limits)
+        memory, on_device = memoryview(b""), None
+        if target.is_cpu:
+            memory = bytes_of(read.path, target)
+        else:
+            on_device = flat_bytes(read.path, target)
+        size = most if target.is_cpu else min(most, devices.slot)
+        for start, stop, number in _parts(files, read, size, hashed=found is not None):
+            if group and (
+                stop - start > room
+                or group[0].file != read.piece.file
+                or (group[0].on_device is None) != (on_device is None)
+            ):
+                yield functools.partial(_fill, files, group, advance, limits, devices)
                 group, room = [], 0 if remote else task_size(left)
             keep = found if number >= 0 else None
-            group.append(_Part(read, start, memory[start - begin : stop - begin], keep, number))
+            place = slice(start - begin, stop - begin)
+            there = None if on_device is None else on_device[place]
+            group.append(_Part(read, start, stop, memory[place], keep, number, there))
             room -= stop - start
             left -= stop - start
     if group:
-        yield functools.partial(_fill, files, group, advance, limits)
+        yield functools.partial(_fill, files, group, advance, limits, devices)
 
 
 class _Part(NamedTuple):
     """What is copied, and hashed, at a time.
 
     Args:
-        start: its first byte in the file.
+        start, end: its first byte and its end in the file.
         memory: where it goes.
         found: where its hash goes, by ``number``; None if it is not hashed.
+        on_device: where it goes if that is on a device: bytes. It has no ``memory`` then, until it
+            gets some on its way.
     """
 
     read: Read
     start: int
+    end: int
     memory: memoryview
     found: dict[int, bytes] | None
     number: int
+    on_device: torch.Tensor | None = None
 
     @property
     def file(self) -> int:
         return self.read.piece.file
 
     @property
-    def end(self) -> int:
-        return self.start + len(self.memory)
+    def nbytes(self) -> int:
+        return self.end - self.start
 
 
 def _parts(
@@ -185,10 +208,48 @@ def _parts(
 
 
 def _fill(
+    files: Files | Fetched,
+    group: Sequence[_Part],
+    advance: Advance | None,
+    limits: Limits,
+    devices: Devices,
+) -> None:
+    """Fill parts of one file, which are in order, and are all on the host, or all on devices."""
+    if group[0].on_device is None:
+        _fill_here(files, group, advance, limits)
+        return
+    with devices.lane() as lane:
+        for some in _fitting(group, devices.slot):
+            slot = lane.slot()
+            placed: list[_Part] = []
+            copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+            at = 0
+            for part in some:
+                end = at + part.nbytes
+                placed.append(part._replace(memory=slot.view[at:end]))
+                if part.on_device is not None:
+                    copies.append((part.on_device, slot.memory[at:end]))
+                at = end
+            _fill_here(files, placed, advance, limits)
+            lane.send(slot, copies)
+
+
+def _fitting(group: Sequence[_Part], size: int) -> Iterator[Sequence[_Part]]:
+    """Divide parts into groups of at most ``size`` bytes."""
+    first, room = 0, size
+    for at, part in enumerate(group):
+        if part.nbytes > room:
+            yield group[first:at]
+            first, room = at, size
+        room -= part.nbytes
+    yield group[first:]
+
+
+def _fill_here(
     files: Files | Fetched, group: Sequence[_Part], advance: Advance | None, limits: Limits
 ) -> None:
-    """Fill parts of one file, which are in order. Parts that touch each other in the file are
-    mapped together. What needs a hash is copied in one call, and what needs none in another.
+    """Fill parts whose memory is on this host. Parts that touch each other in the file are mapped
+    together. What needs a hash is copied in one call, and what needs none in another.
     """
     plain: list[copying.Run] = []
     hashed: list[copying.Run] = []
@@ -201,7 +262,7 @@ def _fill(
                 _fill_by_reading(files, part, limits)
                 continue
             source = address_of(window) + part.start - start
-            run = address_of(part.memory), source, len(part.memory)
+            run = address_of(part.memory), source, part.nbytes
             if part.found is None:
                 plain.append(run)
             else:
@@ -213,15 +274,15 @@ def _fill(
         hashes[number] = digest
     files.check_kept(group[0].file)
     if advance is not None:
-        advance(sum(len(part.memory) for part in group))
+        advance(sum(part.nbytes for part in group))
 
 
 def _fill_by_reading(files: Files | Fetched, part: _Part, limits: Limits) -> None:
     hasher = None if part.found is None else xxhash.xxh3_128()
     step = _STEP
     if files.request_size(part.read.piece.file) > 1:
-        step = limits.nbytes or len(part.memory)
-    for at in range(0, len(part.memory), max(step, 1)):
+        step = limits.nbytes or part.nbytes
+    for at in range(0, part.nbytes, max(step, 1)):
         some = part.memory[at : at + step]
         _read(files, part.read, part.start + at, some)
         if hasher is not None:
@@ -243,9 +304,14 @@ def _scatter(
     target: torch.Tensor,
     advance: Advance | None,
     limits: Limits,
+    devices: Devices,
 ) -> None:
     """Read a box whose bytes are not contiguous, in the file or in its target."""
-    for part in _cut(replace(read, target=target), limits.nbytes):
+    most = _PART if limits.nbytes is None else limits.nbytes
+    if not target.is_cpu:
+        check_storage(read.path, target)
+        most = min(most, devices.slot)
+    for part in _cut(replace(read, target=target), most, spans=limits.nbytes is not None):
         view = part.target
         begin, end = part.span
         buffer: Any = files.window(read.piece.file, begin, end - begin, part.rows)
@@ -256,21 +322,24 @@ def _scatter(
         source = flat.as_strided(tuple(view.shape), strides_of(read.source.shape))
         if view.is_cpu:
             strided_copy(byte_like(view), byte_like(source), stream=False)()
+            files.check_kept(read.piece.file, read.path)
         else:
-            with torch.inference_mode():
-                view.copy_(source)
-        files.check_kept(read.piece.file, read.path)
+            with devices.lane() as lane:
+                slot = lane.slot()
+                packed = byte_like(slot.memory[: view.nbytes].view(view.dtype)).view(view.shape)
+                strided_copy(packed, byte_like(source), stream=True)()
+                files.check_kept(read.piece.file, read.path)
+                lane.send(slot, [(byte_like(view), packed)])
         if advance is not None:
             advance(view.nbytes)
 
 
-def _cut(read: Read, limit: int | None) -> Iterator[Read]:
-    """Cut a read into parts of about ``_PART`` bytes; with a limit, of which each needs at most as
-    many bytes of its file, in one range, unless a single element has more.
+def _cut(read: Read, most: int, *, spans: bool) -> Iterator[Read]:
+    """Cut a read into parts of at most ``most`` bytes; with ``spans``, of which each needs at most
+    as many bytes of its file, in one range, unless a single element has more.
     """
     begin, end = read.span
-    size = read.target.nbytes if limit is None else end - begin
-    most = _PART if limit is None else limit
+    size = end - begin if spans else read.target.nbytes
     box = read.box
     dim = next((d for d, extent in enumerate(box.shape) if extent > 1), None)
     if size <= most or dim is None:
@@ -284,4 +353,4 @@ def _cut(read: Read, limit: int | None) -> Iterator[Read]:
         part = replace(
             read, box=boxes.Box(offset, shape), target=read.target.narrow(dim, start, count)
         )
-        yield from _cut(part, limit)
+        yield from _cut(part, most, spans=spans)

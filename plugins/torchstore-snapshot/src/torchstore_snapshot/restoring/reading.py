@@ -16,7 +16,8 @@ from torchstore_core import boxes
 from torchstore_core.clients.values.tensors import dtype_of
 from torchstore_core.machine import copying
 from torchstore_core.values import TensorMeta
-from torchstore_snapshot.format.hashes import digest_of
+from torchstore_snapshot.devices import Devices
+from torchstore_snapshot.format.hashes import BLOCK, digest_of
 from torchstore_snapshot.format.manifest import Piece, TensorEntry
 from torchstore_snapshot.progress import Advance, Progress, metered
 from torchstore_snapshot.restoring.checking import (
@@ -114,15 +115,21 @@ def execute(
         threads = max(1, min(most, budget // _THREAD_MIN))
         # Storage libraries have a copy of what they return.
         limits = Limits(threads, max(budget, _BUDGET_MIN) // threads // (2 if files.remote else 1))
-    total = _total(files, reads, check) if progress else 0
-    with metered(progress, "restoring", total) as advance:
-        _execute(files, reads, check, advance, limits, ready)
+        if not all(read.target.is_cpu for read in reads):  # half of it for what goes to devices
+            budget //= 2
+            limits = Limits(threads, max(limits.nbytes or 0, 2) // 2)
+    total = _total(files, reads, check, limits) if progress else 0
+    with (
+        metered(progress, "restoring", total) as advance,
+        Devices(BLOCK, budget, limits.threads) as devices,
+    ):
+        _execute(files, reads, check, advance, limits, devices, ready)
 
 
-def _total(files: Files, reads: Sequence[Read], check: Check | None) -> int:
+def _total(files: Files, reads: Sequence[Read], check: Check | None, limits: Limits) -> int:
     """How many bytes are checked and read, one after the other."""
     total = bytes_read(reads)
-    for of in _ranges(files, reads, check):
+    for of in _ranges(files, reads, check, limits):
         total += sum(end - begin for _, begin, end in checkable(of, files.block(of.piece.file)))
     return total
 
@@ -149,10 +156,12 @@ def check_reads(files: Files, reads: Sequence[Read], check: Check | None) -> Non
         for index in {read.piece.file for read in reads}:
             if not files.remote:
                 files.map(index)
-        check_ranges(files, _ranges(files, reads, check))
+        check_ranges(files, _ranges(files, reads, check, UNLIMITED))
 
 
-def _ranges(files: Files | Fetched, reads: Sequence[Read], check: Check | None) -> list[Range]:
+def _ranges(
+    files: Files | Fetched, reads: Sequence[Read], check: Check | None, limits: Limits
+) -> list[Range]:
     """What is checked before it is read: because everything is, or because it cannot be hashed on
     the way.
     """
@@ -160,8 +169,17 @@ def _ranges(files: Files | Fetched, reads: Sequence[Read], check: Check | None) 
         return []
     if check == "all":
         return united(_covering(files, read) for read in reads)
-    found = [read.range for read in reads if check == "before" or not fills(read)]
+    found = [read.range for read in reads if check == "before" or not _hashed(files, read, limits)]
     return [of for of in found if of is not None]
+
+
+def _hashed(files: Files | Fetched, read: Read, limits: Limits) -> bool:
+    """Whether the hashes of a read can be compared on the way. Of what goes to a device, a whole
+    block has to be in memory for that.
+    """
+    if not fills(read):
+        return False
+    return read.target.is_cpu or (limits.nbytes is None and files.block(read.piece.file) <= BLOCK)
 
 
 def _covering(files: Files | Fetched, read: Read) -> Range:
@@ -176,18 +194,19 @@ def _execute(
     check: Check | None,
     advance: Advance | None,
     limits: Limits,
+    devices: Devices,
     ready: Callable[[], None] | None = None,
 ) -> None:
     if limits.nbytes is None and isinstance(files, Files) and files.remote:
-        _execute_remote(files, reads, check, advance, ready)
+        _execute_remote(files, reads, check, advance, devices, ready)
         return
-    checked = _ranges(files, reads, check)
+    checked = _ranges(files, reads, check, limits)
     if limits.nbytes is None:
         _map(files, reads, checked)
     check_ranges(files, checked, advance, limits)
     if ready is not None:
         ready()
-    _carry_out(files, reads, check, advance, limits)
+    _carry_out(files, reads, check, advance, limits, devices)
 
 
 def _map(files: Files | Fetched, reads: Sequence[Read], checked: Sequence[Range]) -> None:
@@ -209,12 +228,14 @@ def _carry_out(
     check: Check | None,
     advance: Advance | None,
     limits: Limits,
+    devices: Devices,
 ) -> None:
     """Read, and compare hashes if that is to be done on the way."""
     hashes: dict[int, dict[int, bytes]] = {}
     if check == "during":
-        hashes = {index: {} for index, read in enumerate(reads) if fills(read)}
-    run_tasks(tasks(files, dict(enumerate(reads)), hashes, advance, limits), limits.threads)
+        hashes = {i: {} for i, read in enumerate(reads) if _hashed(files, read, limits)}
+    work = tasks(files, dict(enumerate(reads)), hashes, advance, limits, devices)
+    run_tasks(work, limits.threads)
     for index, found in hashes.items():
         of = reads[index].range
         if of is not None and not holds(of, found):
@@ -226,6 +247,7 @@ def _execute_remote(
     reads: Sequence[Read],
     check: Check | None,
     advance: Advance | None,
+    devices: Devices,
     ready: Callable[[], None] | None,
 ) -> None:
     """As :func:`execute`, with few requests. What has to be checked before it is used is held in
@@ -236,8 +258,12 @@ def _execute_remote(
         if ready is not None:
             ready()
         ready = None
-        direct = [read for read in reads if read.target.nbytes >= _DIRECT and fills(read)]
-        _carry_out(files, direct, check, advance, Limits(REQUESTS))
+        direct = [
+            read
+            for read in reads
+            if read.target.is_cpu and read.target.nbytes >= _DIRECT and fills(read)
+        ]
+        _carry_out(files, direct, check, advance, Limits(REQUESTS), devices)
         chosen = {id(read) for read in direct}
         reads = [read for read in reads if id(read) not in chosen]
     spans = [Span(read.piece.file, *read.span) for read in reads]
@@ -246,14 +272,15 @@ def _execute_remote(
     groups = list(windows(spans, hold_max() if before else WINDOW))
     if before and len(groups) != 1:
         for group in groups:
-            check_ranges(files, _ranges(files, [reads[i] for i in group], check), advance)
+            some = _ranges(files, [reads[i] for i in group], check, UNLIMITED)
+            check_ranges(files, some, advance)
         if ready is not None:
             ready()
         check, ready = None, None
         spans = [Span(read.piece.file, *read.span) for read in reads]
     for group in groups:
         held = Fetched(files, [spans[i] for i in group])
-        _execute(held, [reads[i] for i in group], check, advance, UNLIMITED, ready)
+        _execute(held, [reads[i] for i in group], check, advance, UNLIMITED, devices, ready)
 
 
 def read_piece(files: Files, path: str, piece: Piece) -> bytes:

@@ -4,13 +4,15 @@ which need not end where blocks do. Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torchstore_snapshot.format.hashes import BLOCK
 from torchstore_snapshot.storage.base import Gathers, Writer
 
-__all__ = ["SHORT_STEP", "STEP", "Block", "Gathered", "Run", "blocks_of", "tail"]
+__all__ = ["SHORT_STEP", "STEP", "Block", "Elsewhere", "Gathered", "Part", "Run", "blocks_of"]
+__all__ += ["tail"]
 
 #: Bytes that are hashed and then written at a time: what was hashed is still in the cache when it
 #: is written. Writes end at multiples of this in the file, so that the page cache gets huge pages,
@@ -19,6 +21,32 @@ STEP = 2 << 20
 #: The same for who writes while a program goes on: a kernel that is not preempted lets nobody else
 #: have the processor until what it was given at a time is in the page cache.
 SHORT_STEP = 128 << 10
+
+
+class Elsewhere(ABC):
+    """Bytes that are not in the memory of this host: what is on a device."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """How many there are."""
+
+    @abstractmethod
+    def __getitem__(self, part: slice) -> Elsewhere:
+        """A range of them."""
+
+    @abstractmethod
+    def arrivals(self, windows: Iterable[Sequence[Part]]) -> Generator[memoryview, None, None]:
+        """Return parts, some of which are of the same kind as this one, in memory of this host, one
+        by one and in order. What has arrived stays until the next window is asked for.
+
+        Args:
+            windows: parts of at most :data:`STEP` bytes together (fewer if there is a budget).
+        """
+
+
+#: Bytes in memory, or elsewhere.
+Part = memoryview | Elsewhere
 
 
 class Gathered:
@@ -33,11 +61,21 @@ class Gathered:
         self._nbytes = 0
         self._parts: list[memoryview] = []
 
-    def steps(self, data: memoryview) -> Iterator[memoryview]:
-        """Return the parts that ``data`` is to be added in. Each ends at a multiple, or with it."""
+    def steps(
+        self, data: Part, arrivals: Iterator[memoryview] | None = None
+    ) -> Iterator[memoryview]:
+        """Return the parts that ``data`` is to be added in. Each ends at a multiple, or with it.
+
+        Args:
+            arrivals: the same parts in memory of this host, and those after them. None: ``data`` is
+                in memory.
+        """
         while data.nbytes:
             step = data[: self._size - (self._start + self._nbytes) % self._size]
-            yield step
+            if arrivals is not None:
+                yield next(arrivals)
+            elif isinstance(step, memoryview):
+                yield step
             data = data[step.nbytes :]
 
     def add(self, step: memoryview) -> None:
@@ -59,14 +97,14 @@ class Gathered:
             start += part.nbytes
 
 
-def tail(parts: Iterable[Any], nbytes: int) -> list[memoryview]:
-    """Return the last ``nbytes`` bytes of buffers that follow each other.
+def tail(parts: Sequence[Part], nbytes: int) -> list[Part]:
+    """Return the last ``nbytes`` bytes of parts that follow each other.
 
-    >>> [bytes(part) for part in tail([b"abc", b"", b"de"], 3)]
+    >>> [bytes(part) for part in tail([memoryview(data) for data in (b"abc", b"", b"de")], 3)]
     [b'c', b'de']
     """
-    found: list[memoryview] = []
-    for part in reversed([memoryview(part) for part in parts]):
+    found: list[Part] = []
+    for part in reversed(parts):
         if not nbytes:
             break
         some = part[max(part.nbytes - nbytes, 0) :]
@@ -79,7 +117,7 @@ def tail(parts: Iterable[Any], nbytes: int) -> list[memoryview]:
 class Block(NamedTuple):
     """Bytes to be hashed: the parts that they are in, and where their hash goes, by ``number``."""
 
-    parts: list[memoryview]
+    parts: list[Part]
     found: list[bytes]
     number: int
     owner: Any
@@ -101,7 +139,7 @@ class Run:
         owners: kept alive for ``before``.
     """
 
-    def __init__(self, start: int, before: list[memoryview], owners: Sequence[Any] = ()) -> None:
+    def __init__(self, start: int, before: list[Part], owners: Sequence[Any] = ()) -> None:
         self.start, self.before, self.owners = start, before, owners
         self.blocks: list[Block] = []
         self.nbytes = 0
@@ -113,6 +151,31 @@ class Run:
         a multiple leaves little to be written when it is not in the cache any more.
         """
         return self.nbytes >= BLOCK and (self.end % STEP <= STEP // 8 or self.nbytes >= 2 * BLOCK)
+
+    @property
+    def elsewhere(self) -> Elsewhere | None:
+        """One of the parts that are not in memory of this host; None if there is none."""
+        return next((part for part in self._parts() if isinstance(part, Elsewhere)), None)
+
+    def _parts(self) -> Iterator[Part]:
+        yield from self.before
+        for block in self.blocks:
+            yield from block.parts
+
+    def windows(self, size: int) -> Iterator[list[Part]]:
+        """Return what is written at a time: all parts, cut at multiples of ``size`` in the file."""
+        window: list[Part] = []
+        at = self.start
+        for part in self._parts():
+            while part.nbytes:
+                step = part[: size - at % size]
+                window.append(step)
+                at, part = at + step.nbytes, part[step.nbytes :]
+                if not at % size:
+                    yield window
+                    window = []
+        if window:
+            yield window
 
     def add(self, block: Block) -> None:
         self.blocks.append(block)
@@ -131,9 +194,9 @@ class Run:
         return Run(self.stop, before, [*owners, *(self.owners if left else ())])
 
 
-def blocks_of(parts: list[memoryview]) -> Iterator[list[memoryview]]:
+def blocks_of(parts: Sequence[Part]) -> Iterator[list[Part]]:
     """Cut bytes that are in several pieces into blocks. No bytes are one empty block."""
-    block: list[memoryview] = []
+    block: list[Part] = []
     room = BLOCK
     for part in parts:
         at = 0

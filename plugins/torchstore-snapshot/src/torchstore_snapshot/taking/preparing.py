@@ -172,7 +172,7 @@ def plan(agreed: Agreed) -> Prepared:
     refuse_ambiguous(agreed.named)
     first, ranks, items, options = agreed.first, agreed.ranks, agreed.items, agreed.options
     units = split_work(items, ranks.rank, agreed.everyone)
-    units, reused = _reuse(items, units, first, agreed.base)
+    units, reused = _reuse(items, units, first, agreed.base, options.memory_budget)
     files = plan_files(items, units, first.take, ranks.rank, options.file_max)
     return Prepared(
         first.take,
@@ -255,6 +255,7 @@ def _reuse(
     units: list[Unit],
     first: _Proposal,
     base: tuple[Storage, Manifest] | None,
+    budget: int | None,
 ) -> tuple[list[Unit], list[Reused]]:
     """Find what the base has. A rank that cannot read the base, or finds another snapshot there
     than rank 0 did, writes everything.
@@ -269,4 +270,5 @@ def _reuse(
         return units, []
     if manifest.take != take:
         return units, []
-    return find_unchanged(items, units, manifest, found, folder_name(open_storage(first.url)))
+    own_name = folder_name(open_storage(first.url))
+    return find_unchanged(items, units, manifest, found, own_name, budget)

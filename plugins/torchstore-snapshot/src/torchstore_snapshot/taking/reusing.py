@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
+import xxhash
 
+from torchstore_snapshot.devices import DeviceBytes, Devices
 from torchstore_snapshot.format.hashes import BLOCK, block_hash, blocks, combined
 from torchstore_snapshot.format.manifest import DataFile, Manifest, ObjectEntry, Piece
 from torchstore_snapshot.series.survey import folder_name
 from torchstore_snapshot.storage.base import FileInfo, Storage
+from torchstore_snapshot.storage.gathering import STEP
 from torchstore_snapshot.taking.collecting import Item
 from torchstore_snapshot.taking.planning import Unit
 from torchstore_snapshot.taking.strided import Strided
@@ -38,7 +42,12 @@ class Reused(NamedTuple):
 
 
 def find_unchanged(
-    items: Sequence[Item], units: Sequence[Unit], base: Manifest, home: Storage, own_name: str
+    items: Sequence[Item],
+    units: Sequence[Unit],
+    base: Manifest,
+    home: Storage,
+    own_name: str,
+    budget: int | None = None,
 ) -> tuple[list[Unit], list[Reused]]:
     """Divide ``units`` into those that have to be written and those that ``base`` has. A file of
     the base that is missing, or has another size than it should have, has nothing.
@@ -46,6 +55,7 @@ def find_unchanged(
     Args:
         home: where the base is.
         own_name: the name of the folder of the new snapshot.
+        budget: bytes of memory that what comes from devices may pass through; None: no matter.
 
     Raises:
         OSError: the storage failed.
@@ -65,7 +75,8 @@ def find_unchanged(
                         known.setdefault((piece.nbytes, piece.digest), (file, piece))
     sizes = {nbytes for nbytes, _ in known}
     candidates = [unit for unit in units if _nbytes(items[unit.item], unit) in sizes]
-    digests = dict(zip(candidates, _digests(items, candidates), strict=True))
+    with Devices(STEP, budget) as devices:
+        digests = dict(zip(candidates, _digests(items, candidates, devices), strict=True))
     rest: list[Unit] = []
     reused: list[Reused] = []
     for unit in units:
@@ -105,19 +116,23 @@ def _nbytes(item: Item, unit: Unit) -> int:
     return item.pieces[unit.piece].tensor.nbytes if item.is_tensor else -1
 
 
-def _digests(items: Sequence[Item], units: Sequence[Unit]) -> list[str]:
+def _digests(items: Sequence[Item], units: Sequence[Unit], devices: Devices) -> list[str]:
     found: list[list[bytes]] = [[] for _ in units]
 
     def tasks() -> Iterator[Callable[[], None]]:
         for unit, hashes in zip(units, found, strict=True):
-            data = source_of(items[unit.item], unit)
+            data = source_of(items[unit.item], unit, devices)
             if isinstance(data, Strided):
                 yield partial(data.write, None, 0, hashes)
                 continue
             spans = list(blocks(data.nbytes))
             hashes.extend([b""] * len(spans))
             for number, (begin, end) in enumerate(spans):
-                yield partial(_hash, data[begin:end], hashes, number)
+                block = data[begin:end]
+                if isinstance(block, DeviceBytes):
+                    yield partial(_hash_on_device, block, hashes, number, devices.slot)
+                else:
+                    yield partial(_hash, block, hashes, number)
 
     run_tasks(tasks())
     return [combined(hashes) for hashes in found]
@@ -125,3 +140,12 @@ def _digests(items: Sequence[Item], units: Sequence[Unit]) -> list[str]:
 
 def _hash(data: Any, hashes: list[bytes], number: int) -> None:
     hashes[number] = block_hash(data)
+
+
+def _hash_on_device(data: DeviceBytes, hashes: list[bytes], number: int, step: int) -> None:
+    hasher = xxhash.xxh3_128()
+    windows = ([data[begin:end]] for begin, end in blocks(data.nbytes, step))
+    with closing(data.arrivals(windows)) as arrivals:
+        for memory in arrivals:
+            hasher.update(memory)
+    hashes[number] = hasher.digest()

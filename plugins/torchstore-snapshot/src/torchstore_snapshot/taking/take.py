@@ -65,6 +65,7 @@ def write(prepared: Prepared, fetch: Fetch | None = None) -> Part:
             threads=options.threads,
             advance=advance,
             fetch=fetch,
+            budget=options.memory_budget,
         )
     return part_of(
         prepared.ranks.rank,

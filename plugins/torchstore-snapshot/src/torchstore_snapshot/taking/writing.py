@@ -8,10 +8,12 @@ from typing import NamedTuple
 import torch
 
 from torchstore_snapshot.committing.files import OpenFiles, Source
+from torchstore_snapshot.devices import DeviceBytes, Devices
 from torchstore_snapshot.format.hashes import Digest
 from torchstore_snapshot.progress import Advance
 from torchstore_snapshot.stopping import check
 from torchstore_snapshot.storage.base import Storage
+from torchstore_snapshot.storage.gathering import STEP
 from torchstore_snapshot.taking.collecting import Item, LocalPiece
 from torchstore_snapshot.taking.planning import PlannedFile, Unit
 from torchstore_snapshot.taking.strided import Strided, data_of
@@ -34,26 +36,37 @@ def write_files(
     threads: int | None,
     advance: Advance | None,
     fetch: Fetch | None,
+    budget: int | None = None,
 ) -> list[list[Digest]]:
     """Write all files straight from the memory of ``items``. If that fails, none of them is left.
 
     Args:
+        budget: bytes of memory that what comes from devices may pass through; None: no matter.
         fetch: called for the pieces that are on the meta device, about ``_FETCHED`` bytes at a
             time, which are freed when they are written. May raise anything.
 
     Returns and raises what :meth:`OpenFiles.close` and :meth:`OpenFiles.write` do.
     """
     layouts = [(file.name, file.layout) for file in files]
-    opened = OpenFiles(storage, layouts, durable=durable, threads=threads, advance=advance)
+    devices = Devices(STEP, budget, threads)
+    step = devices.slot if any(map(_on_device, items)) else STEP
+    opened = OpenFiles(
+        storage, layouts, durable=durable, threads=threads, advance=advance, step=step
+    )
     try:
-        for batch in _batches(items, files):
-            check()
-            sources = _sources(items, batch, fetch)
-            opened.write(sources if fetch is not None else list(sources))
+        with devices:
+            for batch in _batches(items, files):
+                check()
+                sources = _sources(items, batch, fetch, devices)
+                opened.write(sources if fetch is not None else list(sources))
         return opened.close()
     except BaseException:
         opened.abort()
         raise
+
+
+def _on_device(item: Item) -> bool:
+    return not all(piece.tensor.is_cpu or piece.tensor.is_meta for piece in item.pieces)
 
 
 class _Place(NamedTuple):
@@ -84,7 +97,7 @@ def _batches(items: Sequence[Item], files: Sequence[PlannedFile]) -> Iterator[li
 
 
 def _sources(
-    items: Sequence[Item], batch: Sequence[_Place], fetch: Fetch | None
+    items: Sequence[Item], batch: Sequence[_Place], fetch: Fetch | None, devices: Devices
 ) -> Iterator[Source]:
     absent = [(items[at.unit.item], at.piece) for at in batch if at.piece is not None]
     fetched = iter(fetch(absent) if fetch is not None and absent else ())
@@ -93,14 +106,14 @@ def _sources(
         if at.piece is not None:
             item = item._replace(pieces=(LocalPiece(next(fetched), at.piece.slice),))
             unit = Unit(at.unit.item, 0)
-            data, owner = source_of(item, unit), item.pieces[0].tensor
+            data, owner = source_of(item, unit, devices), item.pieces[0].tensor
             yield Source(at.file, at.position, 0, data, owner)
         else:
-            yield Source(at.file, at.position, 0, source_of(item, at.unit))
+            yield Source(at.file, at.position, 0, source_of(item, at.unit, devices))
 
 
-def source_of(item: Item, unit: Unit) -> memoryview | Strided:
+def source_of(item: Item, unit: Unit, devices: Devices) -> memoryview | DeviceBytes | Strided:
     """Return the bytes of a unit."""
     if not item.is_tensor:
         return memoryview(item.data)
-    return data_of(f"{item.key}/{item.name}", item.pieces[unit.piece].tensor)
+    return data_of(f"{item.key}/{item.name}", item.pieces[unit.piece].tensor, devices)
