@@ -66,8 +66,8 @@ def test_every_dtype_in_every_form_keeps_its_bits(dtype):
         "0-dim": base[0, 0],
         "empty": base[:0],
         "parameter": torch.nn.Parameter(base, requires_grad=dtype.is_floating_point),
-        "large": random_bits(dtype, 1500, 1024),
-        "large transposed": random_bits(dtype, 1500, 1024).t(),
+        "large": random_bits(dtype, 1500, 1024 // dtype.itemsize),
+        "large transposed": random_bits(dtype, 1500, 1024 // dtype.itemsize).t(),
     }
     expected = {name: bits(tensor).clone() for name, tensor in forms.items()}
     for packed in (pack(forms), again(pack(forms))):
