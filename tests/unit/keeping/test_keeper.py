@@ -111,6 +111,50 @@ def test_a_keeper_whose_owner_has_ended_does_not_wait_for_ever() -> None:
         assert keeper.wait(20) == 1
 
 
+# The owner ends while its server hangs, in each life but the last; or is only slow, and hears it.
+HANGING = """
+import asyncio, os, sys, time
+from torchstore_core.server.keeping import keeper as keeping
+
+keeping._HEAR_S = 0.5
+if not (owner := os.fork()):
+    sys.stdin.readline()
+    os._exit(0)
+
+async def main(keeper):
+    ended = asyncio.Event()
+    keeper.watch(ended.set, exit)
+    keeper.ready()
+    await ended.wait()
+    time.sleep(1.5)  # it has heard, and may take its time
+
+def serve(keeper):
+    os.write(2, b"\\n")
+    if keeper.life == 1 and sys.argv[1] == "hangs":
+        keeper.ready()
+        time.sleep(1000)
+    asyncio.run(main(keeper))
+    return 0
+
+raise SystemExit(keeping.Keeper(serve, print, owner).run())
+"""
+
+
+@pytest.mark.parametrize("how", ["hangs", "hears"])
+def test_a_server_that_hangs_does_not_outlive_its_owner(how: str) -> None:
+    program = [sys.executable, "-c", HANGING, how]
+    heard = {**os.environ, "TORCHSTORE_LOG_LEVEL": "WARNING"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(program, env=heard, text=True, stdin=pipe, stderr=pipe) as keeper:
+        assert keeper.stdin is not None
+        assert keeper.stderr is not None
+        assert keeper.stderr.readline() == "\n"
+        keeper.stdin.close()
+        said = keeper.stderr.read()
+        assert keeper.wait(20) == 0, said
+    assert ("killing it" in said) == (how == "hangs"), said
+
+
 # What a server knows of a volume in another process, at most: see ``messages.MAX_HELLO_FRAME``.
 LONG = """
 import os

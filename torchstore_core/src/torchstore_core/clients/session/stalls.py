@@ -7,6 +7,7 @@ part of. An operation with less time than that would end without having tried th
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable
 from typing import TypeVar
@@ -17,6 +18,7 @@ from torchstore_core.contracts.transport import Link, SupportsProgress
 from torchstore_core.errors import StoreClosedError, TransportError
 from torchstore_core.plugins.ranking import Candidate
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # Of the time that the operation has left, a transfer may stand still for this share; but at least
@@ -30,6 +32,8 @@ _LATE_S = 0.5
 _SLOWER_THAN_BID = 20.0
 _SLOW_BYTES_PER_S = 10e6
 _LOOK_S = 0.25  # the pause before progress is looked at again
+# A transfer that is cancelled has so long to end; the contract gives it a second.
+_CANCEL_S = 2.0
 
 
 class StallWatch:
@@ -41,6 +45,7 @@ class StallWatch:
     """
 
     def __init__(self, candidate: Candidate, nbytes: int, deadline: float, *, last: bool) -> None:
+        self._transport = candidate.spec.name
         self._deadline = deadline
         self._last = last
         self._moved_at = time.perf_counter()
@@ -117,12 +122,22 @@ class StallWatch:
             left = self._limit_s - self.still_s()
         except (TransportError, StoreClosedError) as error:
             self._failed = error
-        if self._failed is None and (left > 0 or self._last):
-            pause = _LOOK_S if self._last else min(left, _LOOK_S)
-            self._timer = asyncio.get_running_loop().call_later(pause, self._look, limit)
-        else:
-            self._timer = None
+        loop = asyncio.get_running_loop()
+        if self._failed is not None or not (left > 0 or self._last):
+            self._timer = loop.call_later(_CANCEL_S, self._tell)
             limit.reschedule(0.0)
+        elif time.perf_counter() >= self._deadline + _CANCEL_S:
+            self._tell()
+        else:
+            pause = _LOOK_S if self._last else min(left, _LOOK_S)
+            self._timer = loop.call_later(pause, self._look, limit)
+
+    def _tell(self) -> None:
+        log.warning(
+            "transport %r goes on with a transfer that was cancelled; its call does not end before "
+            "it does, because it may still use the memory",
+            self._transport,
+        )
 
     def _stalled(self) -> TransportError:
         still_s = time.perf_counter() - self._moved_at

@@ -27,7 +27,7 @@ from torchstore_core.errors import (
     TransportNotReadyError,
     TransportUnavailableError,
 )
-from torchstore_core.machine.tasks import is_cancelled
+from torchstore_core.machine.tasks import is_cancelled, wait_ended
 from torchstore_core.machine.topology import Topology
 from torchstore_core.plugins.ranking import Candidate, Policy, Ranking, rank
 from torchstore_core.plugins.registry import Registry, load_class
@@ -44,6 +44,8 @@ _RETRY_TIMEOUT_S = 15.0
 #: So many tensors, however small, do not ride in a message: to describe and to copy them one by one
 #: takes longer than a second message, and from a window they are copied together.
 MANY = 128
+# A connect that is cancelled has so long to end; the contract gives it a second.
+_CANCEL_S = 2.0
 # A connect that had less time than this may time out without a fault of the transport.
 _TOO_SHORT_S = 0.5
 # Of the process and the host, and of networks.
@@ -349,7 +351,7 @@ class VolumeLinks:
                     offer=offer,
                     handshake=functools.partial(self._handshake, spec.name),
                 )
-                made: object = await cls.connect(offer, context)
+                made = await _connected(spec.name, cls.connect(offer, context))
                 if not isinstance(made, Link):
                     kind = type(made).__qualname__
                     raise TransportUnavailableError(f"it connected a {kind}, which is no Link")
@@ -499,6 +501,28 @@ def _ranking(
     ranking = rank(registry.transports(), context, info.offers, policy, info.refused)
     ranking.refusals.update(registry.left_out("torchstore.transports"))
     return ranking
+
+
+async def _connected(name: str, connecting: Awaitable[object]) -> object:
+    """Await a transport's ``connect``. If it goes on although it is cancelled, it is left behind:
+    it moves no bytes, so nobody has to wait for its end. What it connects then is closed.
+    """
+    task = asyncio.ensure_future(connecting)
+    try:
+        await asyncio.wait([task])
+    except asyncio.CancelledError:
+        task.add_done_callback(_close_unused)
+        task.cancel()
+        await wait_ended(task, _CANCEL_S)
+        if not task.done():
+            log.warning("transport %r does not end its connect, which was cancelled", name)
+        raise
+    return task.result()
+
+
+def _close_unused(task: asyncio.Future[object]) -> None:
+    if not task.cancelled() and task.exception() is None and isinstance(task.result(), Link):
+        _close(task.result())
 
 
 def _close(link: Link) -> None:

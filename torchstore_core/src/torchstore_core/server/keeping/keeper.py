@@ -34,7 +34,12 @@ from typing import NoReturn
 
 from torchstore_core.machine.processes import how_ended
 from torchstore_core.machine.sockets.unix import OUT_OF_DESCRIPTORS
-from torchstore_core.server.keeping.link import OWNER_ENDED, Given, KeeperLink
+from torchstore_core.server.keeping.link import (
+    OWNER_ENDED,
+    OWNER_ENDED_HEARD,
+    Given,
+    KeeperLink,
+)
 from torchstore_core.server.serving.journal import write_to_stderr
 from torchstore_core.server.serving.listening import raise_descriptor_limit
 
@@ -49,6 +54,8 @@ _SECONDS_A_DEATH = 0.5
 _DEATH_WHEN_READY = 1 / 32
 # How long a server may take to end when it is told to.
 _END_S = 2.0
+# How long it may take to hear that the owner has ended, before it counts as one that hangs.
+_HEAR_S = 15.0
 # A message has at most what a volume says of itself, in base64 (``messages.MAX_HELLO_FRAME``).
 _LARGEST = 1 << 17
 _MOST_DESCRIPTORS = 64
@@ -77,6 +84,7 @@ class Keeper:
         self._owner = owner
         self._owner_fd = -1
         self._owner_ended = False
+        self._hear_by: float | None = None  # when the server must have heard that
         self._kept: dict[str, int] = {}
         self._facts: dict[str, str] = {}
         self._ready = False
@@ -132,6 +140,7 @@ class Keeper:
     def _live(self) -> int | OSError:
         """One life of the server; its exit status, negative for a signal, or why there was none."""
         self._ready = False
+        self._hear_by = None
         self._lives += 1
         with contextlib.ExitStack() as opened:
             try:
@@ -238,12 +247,23 @@ class Keeper:
                 self._owner_has_ended(connection)
             if deadline is not None and time.monotonic() > deadline:
                 os.kill(self._pid, signal.SIGKILL)
+            self._end_if_it_hangs()
+
+    def _end_if_it_hangs(self) -> None:
+        """Kill a server that does not hear that its owner has ended: a plug-in may keep it busy for
+        ever, and then nobody else would end it. Its next life knows from the start.
+        """
+        if self._hear_by is not None and time.monotonic() > self._hear_by:
+            self._hear_by = None
+            _say(f"the server has been busy for {_HEAR_S:.0f} s since its owner ended; killing it")
+            os.kill(self._pid, signal.SIGKILL)
 
     def _owner_has_ended(self, connection: socket.socket) -> None:
         self._owner_ended = True
         if self._owner_fd >= 0:
             os.close(self._owner_fd)
             self._owner_fd = -1
+        self._hear_by = time.monotonic() + _HEAR_S
         self._tell(connection, OWNER_ENDED)  # or when it starts again, if it has just died
 
     def _hear(self, connection: socket.socket) -> bool:
@@ -275,6 +295,8 @@ class Keeper:
         self._facts.update(said.get("facts", {}))
         if said.get("ready"):
             self._ready = True
+        if said.get(OWNER_ENDED_HEARD):
+            self._hear_by = None
         if "outcome" in said:
             self._started(said["outcome"])
         return True

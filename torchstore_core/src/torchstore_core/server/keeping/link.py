@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 #: What a keeper says to a server besides ``kept NAME`` and ``unkept NAME``.
 OWNER_ENDED = "owner ended"
+#: What a server says when it has heard that, besides what it leaves with the keeper.
+OWNER_ENDED_HEARD = "owner_ended_heard"
 
 _LARGEST = 1 << 12
 # A keeper that has taken nothing for so long is not merely late.
@@ -184,6 +186,7 @@ class KeeperLink:
             except OSError:
                 data = b""
             if data.decode() == OWNER_ENDED:
+                self._say({OWNER_ENDED_HEARD: True})
                 owner_ended()
             elif data:
                 self._heard(*data.decode().split(" ", 1))
