@@ -41,6 +41,7 @@ from torchstore_core.contracts.transport import Copy, Window
 from torchstore_core.wire.columns import in_a_row
 
 UNIT = 1 << 16
+INTEGERS = {torch.uint8, torch.int16, torch.int32, torch.int64}
 _KERNELS = {"copy_", "clone", "_to_copy", "new_ones"}
 
 
@@ -115,6 +116,10 @@ class OnDevice(torch.Tensor):
         if name == "copy_" and host:
             driver.copied(host[0].contiguous())
         elif name in _KERNELS:
+            driver.launched()
+        elif name == "_foreach_copy_":
+            # It computes with other dtypes, or has no kernel for them.
+            assert {one.dtype for some in args[:2] for one in some} <= INTEGERS
             driver.launched()
         kept = {key: value for key, value in (kwargs or {}).items() if key != "device"}
         with torch.inference_mode(False):
@@ -232,7 +237,9 @@ def test_gets_beside_memory_that_is_page_locked(segment, name, dtype):
 KINDS = {
     "of one dtype": [torch.float32] * 10,
     "of a dtype for which torch has no kernel": [torch.uint16] * 10,
+    "of a dtype that kernels compute with": [torch.bfloat16] * 10,
     "of several dtypes": [torch.float32, torch.int8, torch.complex128, torch.bool, torch.bfloat16],
+    "of several dtypes of more than a byte": [torch.bfloat16, torch.float64, torch.float32] * 3,
 }
 
 
@@ -242,7 +249,7 @@ def _small(dtypes: list[torch.dtype]) -> tuple[list[torch.Tensor], list[int]]:
     for number, dtype in enumerate(dtypes):
         shape = [(), (3,), (5, 7), (2, 3, 11)][number % 4]
         count = math.prod(shape) * dtype.itemsize
-        raw = torch.randint(0, 2, (count,), dtype=torch.uint8)
+        raw = torch.randint(0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8)
         values.append(raw.view(dtype).view(shape))
     return values, in_a_row(10 * UNIT, [value.nbytes for value in values])
 
@@ -316,7 +323,7 @@ def test_without_memory_on_the_device_to_gather_in_each_is_copied(segment, monke
     _copy_runs([OnDevice(value) for value in values], offsets, segment, into=True)
     assert driver.copies == 10
     for value, offset in zip(values, offsets, strict=True):
-        assert torch.equal(_stored(segment, offset, value), value)
+        assert torch.equal(bits(_stored(segment, offset, value)), bits(value))
 
 
 def test_columns_of_what_is_stored(segment):

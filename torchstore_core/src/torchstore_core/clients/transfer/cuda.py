@@ -39,8 +39,9 @@ _BLOCK = 16 << 20
 _SMALL = 256 << 10
 _FEW = 3
 _TOGETHER = 8 << 20
-# What torch copies in one kernel for many tensors. It has none for some dtypes, uint16 for one.
-_FUSED = {torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8}
+# What the kernel for many tensors takes them as, by the size of their elements. It has none for
+# some dtypes, and computes with those of 16 bits: not every NaN would stay what it was.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 _lock = threading.Lock()
 _pinned: dict[int, int] = {}  # address of a block -> pid of the process that locked it
@@ -242,13 +243,9 @@ def _copy_together(runs: Runs, window: Window, into: bool) -> None:
     belong to no value, and become zeros.
     """
     start = runs[0][1]
-    tensors = [tensor.view(-1) for tensor, _ in runs]
-    dtypes = {tensor.dtype for tensor in tensors}
-    if len(dtypes) > 1:
-        tensors = [tensor.view(torch.uint8) for tensor in tensors]
-    elif not dtypes <= _FUSED:
-        tensors = [byte_like(tensor) for tensor in tensors]
-    itemsize = tensors[0].itemsize
+    word = _WORDS[min([tensor.itemsize for tensor, _ in runs])]
+    tensors = [tensor.view(-1).view(word) for tensor, _ in runs]
+    itemsize = word.itemsize
     sizes: list[int] = []  # of each tensor and of what lies behind it, in elements
     end = start
     for tensor, (_, offset) in zip(tensors, runs, strict=True):

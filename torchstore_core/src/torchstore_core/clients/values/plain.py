@@ -77,9 +77,12 @@ def look(values: list[Any], *, memory: bool = True, on_device: bool = False) -> 
 
 
 def begins_on_device(values: Sequence[Any] | None) -> bool:
-    """Whether the first of these values is a tensor on a CUDA device, and so perhaps all are."""
+    """Whether the first of these values is a tensor on a CUDA device, and so perhaps all are. Not
+    while a stream is being captured: then they are inspected one by one, and refused.
+    """
     first = values[0] if values else None
-    return isinstance(first, torch.Tensor) and first.is_cuda
+    on_device = isinstance(first, torch.Tensor) and first.is_cuda
+    return on_device and not torch.cuda.is_current_stream_capturing()
 
 
 def still_there(

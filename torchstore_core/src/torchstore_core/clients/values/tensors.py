@@ -101,9 +101,12 @@ def storable(key: str, tensor: torch.Tensor, refused: Refusal = _not_stored) -> 
         and not (tensor.is_nested or tensor.is_neg())
         and _has_storage(tensor)
     ):  # The usual case, in every small put: as few calls into torch as possible.
-        if tensor.requires_grad or tensor.is_cuda:  # whose copies begin later, in another thread
-            return tensor.detach()
-        return tensor
+        if tensor.is_cuda:
+            if torch.cuda.is_current_stream_capturing():
+                what = "a tensor on a device whose work is being captured (torch.cuda.graph)"
+                raise refused(key, what, "put it outside of the capture, which would fail")
+            return tensor.detach()  # the copy begins later, in another thread
+        return tensor.detach() if tensor.requires_grad else tensor
     if kind not in _PLAIN and _is_wrapper(kind):
         if (result := result_of(tensor)) is not None:
             return storable(key, result, refused)
