@@ -133,6 +133,7 @@ class Devices:
                     self._free.append(lane)
                 self._changed.notify()
 
+    @torch.inference_mode(False)  # other threads write to it, whatever the mode of this one is
     def _memory(self) -> torch.Tensor:
         """New page-locked memory for a slot. It was locked before, if there have been slots of this
         size already: torch keeps it.

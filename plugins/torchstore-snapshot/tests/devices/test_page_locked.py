@@ -548,6 +548,21 @@ def test_inference_tensors_are_restored(tmp_path):
     assert torch.equal(mine, value)
 
 
+def test_snapshots_may_be_taken_and_restored_in_inference_mode(tmp_path):
+    """The threads that work for it are not in that mode."""
+    value = _value(21 * MIB)
+    expected = _expected(tmp_path, [value])
+    Snapshot.take(tmp_path / "s", {"m": StateDict(w=value)})
+    mine, columns = torch.zeros_like(value), torch.zeros_like(value.t()).t()
+    targets = [OnDevice(mine), OnDevice(columns)]
+    with torch.inference_mode():
+        assert _write(LocalStorage(tmp_path), [OnDevice(value)]) == expected
+        for target in targets:
+            _restore(tmp_path / "s", target, "during")
+    assert torch.equal(mine, value)
+    assert torch.equal(columns, value)
+
+
 def test_another_thread_has_the_current_device_and_streams_of_this_one(monkeypatch):
     device: list[object] = []
 
