@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from importlib import metadata
 from typing import Any, ClassVar, NoReturn, TypeVar
@@ -15,6 +16,7 @@ from torchstore_core.contracts.transport import Link, Refusal, TransportSpec
 from torchstore_core.errors import PluginError, TransportError
 from torchstore_core.plugins.registry import load_class
 from torchstore_core.testing.transports.ends.endpoints import SEGMENT, Endpoints
+from torchstore_core.testing.transports.ends.hanging import hanging_call
 from torchstore_core.testing.transports.ends.host import Plugin
 from torchstore_core.testing.transports.ends.session import Session
 
@@ -43,16 +45,38 @@ def check(holds: bool, what: str) -> None:
 
 
 def run(work: Coroutine[Any, Any, T], timeout: float = _TEST_S) -> T:
-    """Run a coroutine on an event loop of its own, like ``asyncio.run``, but abandon tasks that do
-    not end soon after they are cancelled.
+    """Run a coroutine on an event loop of its own, like ``asyncio.run``, but abandon what does not
+    end soon after it is cancelled. The loop is in a thread of its own, so that this returns even if
+    the transport blocks it.
     """
     loop = asyncio.new_event_loop()
     task = loop.create_task(work)
+    failed: list[BaseException] = []
+
+    def main() -> None:
+        try:
+            _complete(loop, task)
+        except BaseException as error:  # noqa: BLE001 - raised where the result is waited for
+            failed.append(error)
+
+    thread = threading.Thread(target=main, name="kit-client", daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if thread.is_alive():
+        hangs = hanging_call(loop, thread.ident)
+        with contextlib.suppress(RuntimeError):  # the loop has just been closed
+            loop.call_soon_threadsafe(task.cancel)
+        thread.join(2 * _STRAY_S)
+        fail(f"the transport took more than {timeout:g} s for this test{hangs and f': {hangs}'}")
+    for error in failed:
+        raise error
+    return task.result()
+
+
+def _complete(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> None:
+    """Run a task until it ends; then close the loop."""
     try:
-        loop.run_until_complete(asyncio.wait([task], timeout=timeout))
-        if not task.done():
-            fail(f"the transport took more than {timeout:g} s for this test")
-        return task.result()
+        loop.run_until_complete(asyncio.wait([task]))
     finally:
         if stray := asyncio.all_tasks(loop):
             for one in stray:

@@ -23,12 +23,15 @@ from torchstore_core.contracts.transport import Link
 from torchstore_core.errors import TransportError
 from torchstore_core.plugins.registry import load_class
 from torchstore_core.testing.transports.ends.endpoints import tool_environment
+from torchstore_core.testing.transports.ends.hanging import Alarm
 from torchstore_core.testing.transports.ends.memory import Memory, pattern
 from torchstore_core.testing.transports.ends.session import Reach, Session
 
 __all__ = ["Client", "Crowd", "Errand"]
 
 
+# How long an errand may take. A flood has been answered by then.
+_ERRAND_S = 60.0
 _MODULE = "torchstore_core.testing.transports.ends.client"
 
 
@@ -123,7 +126,7 @@ class Crowd:
         self._process.communicate()
 
 
-async def _do(link: Link, errand: Errand) -> str:
+async def _do(link: Link, errand: Errand, alarm: Alarm) -> str:
     expected = pattern(errand.seed, errand.nbytes)
     if errand.what == "read":
         memory = Memory(errand.nbytes)
@@ -132,6 +135,7 @@ async def _do(link: Link, errand: Errand) -> str:
     memory = Memory(expected)
     await link.write([memory.copy(errand.offset)])
     if errand.what == "flood":
+        alarm.close()
         _say("ok")
         while True:
             errand = msgspec.structs.replace(errand, seed=errand.seed + 1)
@@ -145,6 +149,12 @@ def _say(line: str) -> None:
     sys.stdout.flush()
 
 
+def _give_up(hangs: str) -> None:
+    """End this process, whatever its event loop is busy with."""
+    _say(f"it took more than {_ERRAND_S:.0f} s: {hangs}")
+    os._exit(1)
+
+
 async def _main(reach: Reach) -> None:
     session = Session(reach)
     _say(session.peer.hex())
@@ -153,9 +163,11 @@ async def _main(reach: Reach) -> None:
         while line := await asyncio.to_thread(sys.stdin.readline):
             errand = msgspec.json.decode(line, type=Errand)
             try:
-                if link is None:
-                    link = await session.connect()
-                _say(await _do(link, errand))
+                with Alarm(_ERRAND_S, _give_up) as alarm:
+                    if link is None:
+                        link = await session.connect()
+                    answer = await _do(link, errand, alarm)
+                _say(answer)
             except TransportError as error:
                 _say(f"{type(error).__name__}: {error.message}".replace("\n", " "))
 
@@ -163,7 +175,8 @@ async def _main(reach: Reach) -> None:
 async def _one_of_many(reach: Reach, errand: Errand) -> None:
     session = Session(reach)
     try:
-        answer = await _do(await session.connect(), errand)
+        with Alarm(_ERRAND_S, _give_up) as alarm:
+            answer = await _do(await session.connect(), errand, alarm)
     except TransportError as error:
         answer = f"{type(error).__name__}: {error.message}".replace("\n", " ")
     _say(session.peer.hex() if answer == "ok" else answer)

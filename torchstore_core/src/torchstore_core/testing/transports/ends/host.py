@@ -18,13 +18,14 @@ import threading
 import msgspec
 
 from torchstore_core.contracts.transport import Segment, TransportSpec
-from torchstore_core.errors import ProtocolError, TorchStoreError, TransportError
+from torchstore_core.errors import PluginError, ProtocolError, TorchStoreError, TransportError
 from torchstore_core.machine.topology import Topology
 from torchstore_core.plugins.installed import InstalledPlugin
 from torchstore_core.plugins.registry import Registry, load_class
 from torchstore_core.server.memory.segment import open_memory
 from torchstore_core.server.memory.volume import Volume
 from torchstore_core.server.serving.listening import Listener
+from torchstore_core.testing.transports.ends.hanging import Alarm, hanging_call
 from torchstore_core.testing.transports.ends.memory import give_back
 from torchstore_core.wire.framing import HEADER, FrameReader
 
@@ -48,6 +49,9 @@ MAX_FRAME = 8 << 20
 _RECEIVE = 1 << 18
 # How much larger the second segment is: what is needed of it grows beyond the size of the first.
 _LARGER = 64 << 20
+# How long a volume may take to open.
+_OPEN_S = 45.0
+_ABANDON_S = 3.0
 _VOLUME_LOG = "torchstore_core.server.memory.volume"
 
 
@@ -262,12 +266,19 @@ class ThreadHost:
 
     def __init__(self, order: Order) -> None:
         self._order = order
+        self._hosting: Hosting | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="kit-volume", daemon=True)
         self._thread.start()
         try:
             opening = asyncio.run_coroutine_threadsafe(self._open(), self._loop)
-            self.opened: Opened = opening.result()
+            self.opened: Opened = opening.result(_OPEN_S)
+        except TimeoutError:
+            hangs = hanging_call(self._loop, self._thread.ident)
+            opening.cancel()
+            asyncio.run_coroutine_threadsafe(self._abandon(), self._loop)
+            self._thread.join(_ABANDON_S)  # if its loop is blocked, it ends when it no longer is
+            raise PluginError(_too_slow(hangs)) from None
         except BaseException:
             self._end()
             raise
@@ -275,23 +286,42 @@ class ThreadHost:
     def close(self) -> None:
         """Close the volume, and end the thread."""
         try:
-            asyncio.run_coroutine_threadsafe(self._hosting.close(), self._loop).result()
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
         finally:
             self._end()
 
     async def _open(self) -> Opened:
-        self._hosting: Hosting = load_class(self._order.hosting)(self._order)
-        opened: Opened = await self._hosting.open()
-        return opened
+        hosting: Hosting = load_class(self._order.hosting)(self._order)
+        self._hosting = hosting
+        return await hosting.open()
+
+    async def _close(self) -> None:
+        if self._hosting is not None:
+            await self._hosting.close()
+
+    async def _abandon(self) -> None:
+        await self._close()
+        self._loop.stop()
 
     def _end(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._loop.close()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
+        self._loop.close()
+
+
+def _too_slow(hangs: str) -> str:
+    return f"the volume took more than {_OPEN_S:.0f} s to open: {hangs}"
+
+
+def _give_up(hangs: str) -> None:
+    """End this process, whatever its event loop is busy with."""
+    sys.stdout.write(f"{_too_slow(hangs)}\n")
+    sys.stdout.flush()
+    os._exit(1)
 
 
 async def _main(order: Order) -> None:
@@ -300,7 +330,8 @@ async def _main(order: Order) -> None:
     ended = asyncio.Event()
     loop.add_reader(sys.stdin.fileno(), ended.set)
     try:
-        opened = await hosting.open()
+        with Alarm(_OPEN_S, _give_up):
+            opened = await hosting.open()
     except TorchStoreError as error:
         sys.stdout.write(f"{error}\n")
         return

@@ -141,7 +141,8 @@ class Session:
                 await asyncio.wait_for(self.disconnect(), _SETTLE_S)
         except TimeoutError:
             if error is None:  # otherwise the test fails with that error
-                raise
+                hangs = f"the server half's 'disconnect' has not returned within {_SETTLE_S:g} s"
+                raise TransportError(hangs) from None
         finally:
             await self.leave_loop()
 
