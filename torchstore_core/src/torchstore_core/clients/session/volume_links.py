@@ -521,8 +521,10 @@ async def _connected(name: str, connecting: Awaitable[object]) -> object:
 
 
 def _close_unused(task: asyncio.Future[object]) -> None:
-    if not task.cancelled() and task.exception() is None and isinstance(task.result(), Link):
-        _close(task.result())
+    if not task.cancelled() and task.exception() is None:
+        connected = task.result()
+        if isinstance(connected, Link):
+            _close(connected)
 
 
 def _close(link: Link) -> None:
