@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import math
 import typing
 from typing import Any
@@ -71,6 +72,7 @@ def values(kind: mi.Type) -> st.SearchStrategy[Any]:
     raise NotImplementedError(f"{kind} on the wire: say here what it may be")
 
 
+@functools.cache
 def messages_of(cls: type[Any]) -> st.SearchStrategy[Any]:
     return values(mi.type_info(cls))
 
