@@ -98,7 +98,7 @@ async def peaks(script: Script, folder: Path, now: Callable[[int], int]) -> tupl
     seen = 0
     while not said(script, "written"):
         seen = max(seen, now(script.pid) - before)
-        assert script._process.wait(0.001) is None
+        assert script._process.wait(0.005) is None
     return seen, peak(script.pid) - own
 
 
