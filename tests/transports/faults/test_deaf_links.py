@@ -73,13 +73,14 @@ async def test_a_connect_that_cannot_be_cancelled_holds_nobody_up(
     install: Callable[[dict[str, str]], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     install({"deaf": f"{__name__}:plugin_DeafConnect"})
-    with pytest.warns(RuntimeWarning, match="'deaf' .* is not ready"):
-        async with _client(1.0) as client:
-            assert "'deaf' does not end its connect" in caplog.text
-            await client.put("t", VALUE)
-            assert torch.equal(await client.get("t"), VALUE)
-            _go_on.set()
-            await until(lambda: bool(_opened) and _opened[0].closed)
+    async with contextlib.AsyncExitStack() as stack:
+        with pytest.warns(RuntimeWarning, match="'deaf' .* is not ready"):
+            client = await stack.enter_async_context(_client(1.0))
+        assert "'deaf' does not end its connect" in caplog.text
+        await client.put("t", VALUE)
+        assert torch.equal(await client.get("t"), VALUE)
+        _go_on.set()
+        await until(lambda: bool(_opened) and _opened[0].closed)
 
 
 @pytest.mark.parametrize("block", [(), ("shm", "inline", "tcp")])
