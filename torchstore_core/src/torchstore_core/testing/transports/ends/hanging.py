@@ -20,8 +20,10 @@ def hanging_call(loop: asyncio.AbstractEventLoop, thread: int | None) -> str:
     """Return which call the event loop of a thread waits for, or is busy with, as text for people;
     empty if no call of a transport is under way. For another thread than that.
 
-    >>> hanging_call(asyncio.new_event_loop(), None)
+    >>> loop = asyncio.new_event_loop()
+    >>> hanging_call(loop, None)
     ''
+    >>> loop.close()
     """
     frame = sys._current_frames().get(thread) if thread is not None else None
     stacks = [_stack(frame)]
