@@ -32,7 +32,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from scenarios import (
-    devices,
     full_memory,
     libraries,
     monarch_jobs,
@@ -67,7 +66,7 @@ SCENARIOS: dict[str, Callable[[Bench], list[Metric]]] = {
     "entries": publishing.entries,
     "partial": publishing.partial,
     "cast": publishing.cast,
-    "devices": devices.devices,
+    "devices": transfers.devices,
     "networks": networks.networks,
     "libraries": libraries.libraries,
     "spilling": full_memory.spilling,

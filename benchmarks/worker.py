@@ -11,10 +11,10 @@ from measured.checkpoints import Checkpoints
 from measured.devices import OnDevice
 from measured.dicts import Dicts
 from measured.full_memory.spilling import MoreThanMemory
-from measured.jobs import Job
 from measured.libraries.beside import BesideLibrary
 from measured.many_keys import ManyKeys
 from measured.mapped import MappedTensors
+from measured.monarch.jobs import Job
 from measured.network.loopback import OverNetwork
 from measured.network.namespaces import BetweenNetworks
 from measured.references.objects import References

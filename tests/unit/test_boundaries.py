@@ -228,7 +228,7 @@ def test_only_one_module_listens() -> None:
 #: which was looked at in the same turn; and those that only compare addresses.
 MAY_ASK_FOR_ADDRESSES = {
     *("address_of", "check_destination"),
-    *("rows_of", "elements_of", "_copy_bytes"),
+    *("rows_of", "elements_of", "_copy_in_window"),
     *("address", "inline_bytes", "moves", "memory"),
     *("find", "find_overlap", "are_apart", "memory_key", "__init__", "from_bytes"),
 }

@@ -52,7 +52,7 @@ class Job:
     async def _begin(self, actors: int, hosts: int) -> None:
         paths = [_BENCHMARKS, *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # actors import this module
-        from measured.job_actors import Measured
+        from measured.monarch.job_actors import Measured
         from monarch.actor import ChannelTransport, attach_to_workers, enable_transport, this_host
 
         if hosts:
@@ -121,7 +121,7 @@ class Job:
         """
 
         async def spawn() -> float:
-            from measured.bare_actor import Bare
+            from measured.monarch.bare_actor import Bare
             from monarch.actor import this_host
 
             begun = time.perf_counter()

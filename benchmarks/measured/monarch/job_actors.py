@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import torch
-from measured.actor_commands import Commands
+from measured.monarch.actor_commands import Commands
 from monarch.actor import Actor, concurrent_endpoint, endpoint
 
 

@@ -15,7 +15,7 @@ import msgspec
 import torch
 from measured.counting import NO_REPLY
 from measured.dicts import Dicts
-from measured.jobs import done
+from measured.monarch.jobs import done
 from measured.network.other_hosts import FarVolumes
 
 import torchstore_core as ts
