@@ -29,6 +29,22 @@ from torchstore_core.contracts.transport import Copy, Memory, Window
 from torchstore_core.machine import copying
 
 
+async def _on_devices(
+    moves: Sequence[TensorMove | DeviceColumns], window: Window, *, into: bool
+) -> None:
+    """Make these moves, those of contiguous bytes together."""
+    runs: list[tuple[torch.Tensor, int]] = []
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for move in moves:
+        if isinstance(move, DeviceColumns):
+            runs += zip(move.tensors, move.offsets, strict=True)
+        elif move.is_run:
+            runs.append((move.tensor, move.offset))
+        else:
+            pairs.append(move.pair(window.address, into))
+    await cuda.transfer(runs, pairs, window, into=into)
+
+
 class _TensorMove(NamedTuple):
     key: str
     tensor: torch.Tensor
@@ -62,11 +78,7 @@ class TensorMove(_TensorMove, LibraryMove):
         pairs = split_rows(*self.pair(base, into), copying.CHUNK)
         return (strided_copy(*some, stream=stream) for some in pairs)
 
-    @staticmethod
-    async def on_devices(
-        moves: Sequence[TensorMove | DeviceColumns], window: Window, *, into: bool
-    ) -> None:
-        await _on_devices(moves, window, into=into)
+    on_devices = staticmethod(_on_devices)
 
     def cut(self, nbytes: int) -> Iterator[tuple[TensorMove, int]]:
         key, tensor, offset, shape, dtype, box = self
@@ -150,31 +162,11 @@ class DeviceColumns(LibraryMoves):
     def tasks(self, base: int, *, into: bool, stream: bool) -> None:
         return None
 
-    @staticmethod
-    async def on_devices(
-        moves: Sequence[TensorMove | DeviceColumns], window: Window, *, into: bool
-    ) -> None:
-        await _on_devices(moves, window, into=into)
+    on_devices = staticmethod(_on_devices)
 
     def each(self) -> Iterable[TensorMove]:
         for key, tensor, offset in zip(self.keys, self.tensors, self.offsets, strict=True):
             yield TensorMove(key, tensor, offset, tuple(tensor.shape), tensor.dtype)
-
-
-async def _on_devices(
-    moves: Sequence[TensorMove | DeviceColumns], window: Window, *, into: bool
-) -> None:
-    """Make these moves, those of contiguous bytes together."""
-    runs: list[tuple[torch.Tensor, int]] = []
-    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for move in moves:
-        if isinstance(move, DeviceColumns):
-            runs += zip(move.tensors, move.offsets, strict=True)
-        elif move.is_run:
-            runs.append((move.tensor, move.offset))
-        else:
-            pairs.append(move.pair(window.address, into))
-    await cuda.transfer(runs, pairs, window, into=into)
 
 
 class StagedTensor(Staged):

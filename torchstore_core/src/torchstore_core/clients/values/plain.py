@@ -31,6 +31,7 @@ except ImportError:  # or from older source than this
 _compiled_still: Callable[..., Any] | None = _native_still
 
 _MAX_KINDS = 4096
+_TYPES = torch.Tensor, torch.nn.Parameter
 _tensor: Any = torch.Tensor
 # What the compiled functions call for every tensor.
 _METHODS = (
@@ -80,8 +81,8 @@ def begins_on_device(values: Sequence[Any] | None) -> bool:
     """Whether the first of these values is a tensor on a CUDA device, and so perhaps all are. Not
     while a stream is being captured: then they are inspected one by one, and refused.
     """
-    first = values[0] if values else None
-    on_device = isinstance(first, torch.Tensor) and first.is_cuda
+    first: Any = values[0] if values else None
+    on_device = type(first) in _TYPES and first.is_cuda
     return on_device and not torch.cuda.is_current_stream_capturing()
 
 
@@ -127,8 +128,7 @@ def _best() -> Callable[..., Looked]:
     if _compiled is None or api is None:
         return _nothing
     known: dict[bytes, TensorMeta] = {}
-    types = torch.Tensor, torch.nn.Parameter
-    native = partial(_compiled, api, types, _METHODS, describe, known)
+    native = partial(_compiled, api, _TYPES, _METHODS, describe, known)
 
     def look_at_all(values: list[Any], memory: bool = True, device: int = _CPU) -> Looked:
         if len(known) > _MAX_KINDS:
