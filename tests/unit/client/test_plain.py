@@ -222,6 +222,6 @@ def test_a_failing_description_is_raised() -> None:
         ),
     )
     with pytest.raises(KeyError, match="no name"):
-        _native.look(*how, describe, {}, [torch.zeros(2)], True)
+        _native.look(*how, describe, {}, [torch.zeros(2)], True, 1)
     with pytest.raises(ValueError, match="PyCapsule"):
-        _native.look(object(), *how[1:], describe, {}, [torch.zeros(2)], True)
+        _native.look(object(), *how[1:], describe, {}, [torch.zeros(2)], True, 1)

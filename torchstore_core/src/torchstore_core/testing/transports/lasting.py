@@ -28,8 +28,9 @@ _TRANSFERS, _TRANSFERRED = 32, 512 << 10
 _HANDSHAKES, _ASKED = 64, 128 << 10
 _CLIENTS = 12
 # What may be left of each round. Memory that grows with use grows in all rounds, allocators do not.
+# In one round, something else in the process may give back as much.
 _OF_TRANSFERS, _OF_HANDSHAKES, _OF_CLIENTS = 4 * _MB, 2 * _MB, 4 * _MB
-_GROWING = 5
+_ROUNDS, _QUIET = 6, 2
 _READ = 70_001
 # An event loop may be late on a busy machine: not in all tries, and not for half of each.
 _TRIES = 5
@@ -148,19 +149,24 @@ async def _must_not_grow(
     limit: int,
     what: str,
 ) -> None:
-    """Fail the test if each of several rounds of work leaves more than ``limit`` bytes."""
+    """Fail the test if nearly every one of several rounds of work leaves more than ``limit``
+    bytes.
+    """
     await work()
     before = await _memory(endpoints, watching)
-    grown: dict[str, int] = {}
-    for _ in range(_GROWING):
+    quiet, left = 0, (0, "")
+    for _ in range(_ROUNDS):
         await work()
         after = await _memory(endpoints, watching)
-        grown = {who: after[who] - before.get(who, 0) for who in after}
-        if max(grown.values()) <= limit:
-            return
+        grown = max((after[who] - before.get(who, 0), who) for who in after)
+        if grown[0] <= limit:
+            quiet += 1
+            if quiet == _QUIET:
+                return
+        else:
+            left = grown
         before = after
-    who = max(grown, key=lambda one: grown[one])
-    fail(f"{what} leave {grown[who] / _MB:.1f} MiB in {who}, each time")
+    fail(f"{what} leave {left[0] / _MB:.1f} MiB in {left[1]}, each time")
 
 
 async def _memory(endpoints: Endpoints, watching: Session) -> dict[str, int]:
