@@ -12,6 +12,8 @@ __all__ = ["Pace"]
 # want it: the cheapest one is the measure. One that has moved bytes takes tens of microseconds.
 _WORKED_S = 4e-6
 _WORKED = 3.0
+# On some machines the first two calls after a pause take longer, work or not.
+_IN_A_ROW = 3
 _SPIN_S = 100e-6
 _YIELD_S = 2e-3
 _GROWTH = 1.2
@@ -31,7 +33,7 @@ class Pace:
         self._worked = time.perf_counter()
         self._used = math.nan  # of the thread that waits, which need not be this one
         self._cheapest = float("inf")
-        self._suspected = False
+        self._suspected = 0  # calls in a row
         self._pause = _FIRST_SLEEP_S
         self._woken = threading.Event()
 
@@ -45,8 +47,8 @@ class Pace:
         took = (time.thread_time() - self._used) / calls
         now = time.perf_counter()
         self._cheapest = min(self._cheapest, took)
-        suspected, self._suspected = self._suspected, took > self._least_work()
-        if self._suspected and suspected:
+        self._suspected = self._suspected + 1 if took > self._least_work() else 0
+        if self._suspected >= _IN_A_ROW:
             self._worked = now
         idle = now - self._worked
         if idle < _SPIN_S:
@@ -60,7 +62,7 @@ class Pace:
         self._used = time.thread_time()
 
     def _least_work(self) -> float:
-        """How long a call takes that has done something, in seconds of this thread. One call alone
-        says nothing: the first after a pause takes longer, and any may be interrupted.
+        """How long a call takes that has done something, in seconds of this thread. A few calls
+        alone say nothing: the first after a pause take longer, and any may be interrupted.
         """
         return max(_WORKED_S, _WORKED * self._cheapest)
