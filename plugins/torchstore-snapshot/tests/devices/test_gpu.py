@@ -39,9 +39,18 @@ DTYPES = [
 
 
 def _value(nbytes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A table of 500 columns on the host."""
+    """A table of 500 columns on the host, of numbers."""
+    return _bits(2, nbytes, dtype)
+
+
+def _any_value(nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+    """The same with any bits, those of NaNs with a payload, too."""
+    return _bits(2 if dtype is torch.bool else 256, nbytes, dtype)
+
+
+def _bits(most: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
     rows = nbytes // (500 * dtype.itemsize)
-    return torch.randint(0, 2, (rows, 500 * dtype.itemsize), dtype=torch.uint8).view(dtype)
+    return torch.randint(0, most, (rows, 500 * dtype.itemsize), dtype=torch.uint8).view(dtype)
 
 
 def _views(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -93,7 +102,7 @@ Take = Callable[..., Snapshot]
 @takes
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tensors_of_any_strides_are_taken(tmp_path, take, dtype):
-    value = _value(9 * MIB, dtype)
+    value = _any_value(9 * MIB, dtype)
     on_device = value.to(DEVICE)
     snapshot = take(tmp_path / "s", {**_views(on_device), "host": value, "n": 5})
     got = snapshot.get_state_dict_for_key("m")
@@ -105,7 +114,7 @@ def test_tensors_of_any_strides_are_taken(tmp_path, take, dtype):
 @pytest.mark.parametrize("verify", [True, "streaming", "all", False], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tensors_of_any_strides_are_restored(tmp_path, verify, dtype):
-    value = _value(9 * MIB, dtype)
+    value = _any_value(9 * MIB, dtype)
     places = _places(value)
     snapshot = _take(tmp_path / "s", dict.fromkeys(places, value))
     mine = StateDict(**places)
