@@ -65,6 +65,7 @@ async def test_a_cancelled_write_ends_within_a_second_and_writes_no_more(
         assert volume.is_alive()
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("fabric", _FABRICS)
 async def test_a_cancelled_read_ends_within_a_second_and_reads_no_more(
     fabric: str, tmp_path: Path
@@ -175,6 +176,24 @@ async def test_a_server_half_that_is_killed_is_replaced_within_the_call(
             assert volume.count(1) == _BIG
         else:
             assert mine.count(7) == _BIG
+
+
+async def test_a_server_half_that_died_after_a_call_was_cancelled_is_replaced_within_the_next(
+    tmp_path: Path,
+) -> None:
+    async with pair(tmp_path, _MORE, "tcp") as volume:
+        volume.fill(7)
+        link, mine = await volume.link(), Memory(_MORE)
+        before = volume.pid
+        await halt(before)
+        reading = asyncio.ensure_future(link.read([mine.copy()]))
+        await asyncio.wait([reading], timeout=0.1)
+        reading.cancel()
+        await asyncio.wait([reading])
+        os.kill(before, signal.SIGKILL)
+        await link.read([mine.copy()])
+        assert mine.count(7) == _MORE
+        assert volume.pid != before
 
 
 async def test_a_server_half_that_is_gone_for_good_fails_the_call(tmp_path: Path) -> None:

@@ -81,7 +81,8 @@ class RdmaLink(Link):
                 connection = await self._connected(need)
             except TransportError as error:
                 # The server half's process may have died just now: a little later it is back.
-                if not 0 < broken < _TRIES or isinstance(error, TransportUnavailableError):
+                died = self._made and not isinstance(error, TransportUnavailableError)
+                if self._closed or not died or broken >= _TRIES - 1:
                     raise
                 broken += 1
                 await asyncio.sleep(_AGAIN_S)
