@@ -25,7 +25,7 @@ _LEAST, _CANCEL_S = 4 * MB, 1.0
 
 
 def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=20)
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from tests.transports.tcp.halves import MB, PEER, Local
 
 from torchstore_core.errors import TransportError, TransportNotReadyError
 from torchstore_core.machine.networks import namespace_id
+from torchstore_core.testing.networks import free_number
 from torchstore_transports.tcp.wire.protocol import Offer
 
 Space = tuple[str, str]
@@ -38,9 +39,14 @@ def space(request: pytest.FixtureRequest) -> Iterator[Space]:
     """A namespace, and the name of the cable to it in this one."""
     if shutil.which("ip") is None:
         pytest.skip("iproute2 is not installed")
+    with free_number() as number:
+        yield from _joined(str(request.param), number)
+
+
+def _joined(network: str, number: int) -> Iterator[Space]:
     tag = f"{os.getpid() % 100_000}n{next(_numbers)}"
-    name, cable, subnet = f"tcp{tag}", f"tc{tag}", os.getpid() % 250
-    ours, theirs = (str(request.param).format(n=subnet, host=host) for host in (1, 2))
+    name, cable = f"tcp{tag}", f"tc{tag}"
+    ours, theirs = (network.format(n=number, host=host) for host in (1, 2))
     fast = ["nodad"] if ":" in ours else []
     try:
         _run("ip", "netns", "add", name)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
 
-__all__ = ["Namespace", "two_networks"]
+__all__ = ["Namespace", "free_number", "two_networks"]
 
-_SECONDS = 20.0
+_SECONDS = 60.0
+_NUMBERS = 250
 
 
 class Namespace(NamedTuple):
@@ -49,6 +52,27 @@ def _make(*words: str) -> None:
 
 
 @contextlib.contextmanager
+def free_number() -> Iterator[int]:
+    """Yield a number below 250 for a subnet that this host gets an address in. Meanwhile, no other
+    caller on this host gets the same: not this process, and none that runs beside it.
+    """
+    first = os.getpid()
+    for number in (at % _NUMBERS for at in range(first, first + _NUMBERS)):
+        # A name that the kernel gives to one of those that share their addresses, and takes back
+        # when that one ends.
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as held:
+            try:
+                held.bind(f"\0torchstore-subnet-{number}")
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                continue
+            yield number
+            return
+    pytest.fail(f"{_NUMBERS} subnets are in use")
+
+
+@contextlib.contextmanager
 def two_networks(*, here: bool = False) -> Iterator[tuple[Namespace, Namespace]]:
     """Yield two network namespaces that are connected to each other, and to nothing else.
 
@@ -59,10 +83,14 @@ def two_networks(*, here: bool = False) -> Iterator[tuple[Namespace, Namespace]]
     """
     if shutil.which("ip") is None:
         pytest.skip("network namespaces cannot be made here: there is no `ip` (iproute2)")
+    with free_number() as number:
+        yield from _joined(f"10.213.{number}", here)
+
+
+def _joined(network: str, here: bool) -> Iterator[tuple[Namespace, Namespace]]:
     # Every call uses new names, because the kernel takes some time to remove the interfaces of a
     # deleted namespace. Names of interfaces have at most 15 characters.
     tag = f"{os.getpid() % 100_000}{os.urandom(2).hex()}"
-    network = f"10.213.{os.getpid() % 250}"
     first = 2 if here else 1
     both = (
         Namespace(f"ts{tag}a", f"{network}.{first}"),
