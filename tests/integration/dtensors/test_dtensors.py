@@ -418,3 +418,38 @@ async def test_tied_dtensors_are_stored_once(jobs: Jobs, key: str, rows: int):
     got = await ts.get_state_dict(key)
     assert list(got) == ["first", "other", "second"]
     assert all(same(tensor, full) for tensor in got.values())
+
+
+async def put_cast(key: str, case: Case) -> None:
+    tensors = {"w": case.mine(), "trained": nn.Parameter(case.mine())}
+    numbers = case._replace(dtype=torch.int32).mine()
+    await ts.put_state_dict({**tensors, "numbers": numbers}, key, transfer_dtype=torch.bfloat16)
+
+
+async def get_cast(key: str, case: Case) -> None:
+    """Into this rank's parts of other dtypes."""
+    mesh = mesh_of(case.layout.mesh)
+    wanted = {
+        "w": case.layout.empty(case.full(), mesh),
+        "trained": case.layout.empty(case.full().double(), mesh),
+        "numbers": case.layout.empty(case._replace(dtype=torch.int32).full(), mesh),
+    }
+    await ts.get_state_dict(key, wanted, cast=True)
+    stored = case.layout.cut(case.full().bfloat16(), mesh).to_local()
+    assert same(wanted["w"].to_local(), stored.float())
+    assert same(wanted["trained"].to_local(), stored.double())
+    numbers = case._replace(dtype=torch.int32).mine()
+    assert same(wanted["numbers"].to_local(), numbers.to_local())
+
+
+@SHAPES
+async def test_dtensors_are_cast_both_ways(jobs: Jobs, key: str, shape: Any):
+    """On the way from the ranks, and on that to others, in another layout."""
+    case = Case(shape, Layout(_2x2, (S(0), R)))
+    await jobs["four"].run(put_cast, key, case)
+    stored = await ts.get_state_dict(key)
+    assert same(stored["w"], case.full().bfloat16())
+    assert same(stored["trained"], case.full().bfloat16())
+    assert same(stored["numbers"], case._replace(dtype=torch.int32).full())
+    assert (await ts.stat(key)).nbytes == case.full().numel() * (2 + 2 + 4)
+    await jobs["two"].run(get_cast, key, case._replace(layout=COLUMNS))

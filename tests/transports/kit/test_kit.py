@@ -28,6 +28,7 @@ CANCELLED = "test_after_a_cancelled_write_no_byte_moves"
 READING = "test_after_a_cancelled_read_no_byte_moves"
 SOON = "test_a_cancelled_transfer_ends_within_a_second"
 STOPPED = "test_a_stopped_half_holds_nobody_up"
+OTHERS = "test_a_stopped_client_holds_nobody_up"
 DEADLINE = "test_a_deadline_ends_what_a_stopped_half_does_not"
 PROGRESS = "test_progress_tells_that_bytes_have_moved"
 FAILED = "test_failed_transfers_leave_nothing_behind"
@@ -122,6 +123,7 @@ def _clean() -> Iterator[None]:
             "that half is dead",
         ),
         (moving("Polite"), STOPPED, "ended after .* s, not within a second"),
+        (half("Queueing"), OTHERS, "a write took more than 3 s while other clients"),
         (moving("Deaf"), DEADLINE, "deadline has passed returned as if it had not been cancelled"),
         (moving("Belated"), DEADLINE, "12582912 bytes were moved after a write had ended"),
         (moving("Plain"), KILLED, "ConnectionResetError.*no TransportErr"),

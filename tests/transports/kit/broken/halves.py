@@ -257,6 +257,36 @@ class Single(Simple):
         return await super().handshake(peer, request)
 
 
+class Queueing(Simple):
+    """Serves one transfer at a time, whose client says when it begins and when it ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = asyncio.Lock()
+
+    async def handshake(self, peer: bytes, request: bytes) -> bytes:
+        if request == _ASK:
+            await self.turn.acquire()
+        elif request == _LEAVE:
+            self.turn.release()
+        else:
+            return await super().handshake(peer, request)
+        return b""
+
+
+class QueueingLink(SimpleLink):
+    """Asks for its turn before each transfer."""
+
+    async def move(self, copies: Sequence[Copy], *, write: bool) -> None:
+        if self.context.handshake is None:
+            raise TransportError("there is nobody to ask")
+        await self.context.handshake(_ASK)
+        try:
+            await super().move(copies, write=write)
+        finally:
+            await self.context.handshake(_LEAVE)
+
+
 class Common(Simple):
     """Its segments are those of its class."""
 
@@ -355,6 +385,7 @@ plugin_Later = Plugin(PostingLink, Later)
 plugin_Settled = Plugin(SettledLink, Late)
 plugin_Undying = Plugin(UndyingLink, Undying)
 plugin_Forgetful = Plugin(AskingLink, Forgetful)
+plugin_Queueing = Plugin(QueueingLink, Queueing)
 plugin_Counting = Plugin(LeavingLink, Counting)
 plugin_Complaining = Plugin(ComplainingLink, Complaining)
 plugin_Everywhere = Plugin(SimpleLink, Everywhere, everywhere, listens=True)

@@ -37,7 +37,7 @@ from torchstore_core.clients.transfer.gets import (
     get_named,
     requests_of,
 )
-from torchstore_core.clients.transfer.puts import PutOptions, Putting, inline_max, put_sources
+from torchstore_core.clients.transfer.puts import PutOptions, Putting, put_sources, rides_in_message
 from torchstore_core.clients.transfer.sources import Source, look_again, prepare, prepare_all
 from torchstore_core.clients.values.differences import StateDictReport
 from torchstore_core.clients.values.sharding import TensorShard
@@ -530,7 +530,7 @@ class Client(VolumeOperations):
             clock.entries = len(sources)
             if blocking:
                 return await _publish(session, channel, key, sources, clock, options)
-            if options.group is None or total(sources) <= inline_max(session, sources):
+            if options.group is None or rides_in_message(session, sources, total(sources)):
                 ref = await _publish(session, channel, key, sources, clock, options)
                 return PendingPut.finished(ref)
             putting = Putting(session, channel, sources, clock, options)

@@ -72,7 +72,7 @@ async def put_sources(
     Returns:
         The reply, with the version of each source; for a state dict, a single one.
     """
-    if nbytes == 0 or nbytes <= inline_max(session, sources):
+    if rides_in_message(session, sources, nbytes):
         if type(sources) is TensorColumns:
             sources = sources.sources()
         items = [source.item(inline_bytes(source)) for source in sources]
@@ -93,11 +93,15 @@ async def put_sources(
         return await putting.commit()
 
 
-def inline_max(session: Session, sources: Sequence[Source] | TensorColumns) -> int:
-    """Up to how many bytes these values are sent inside the message."""
+def rides_in_message(
+    session: Session, sources: Sequence[Source] | TensorColumns, nbytes: int
+) -> bool:
+    """Whether these values, of so many bytes, are put with one message. Nothing always is."""
+    if not nbytes:
+        return True
     if type(sources) is TensorColumns:
-        return session.inline_max(len(sources), on_device=sources.on_device)
-    return session.inline_max()
+        return nbytes <= session.inline_max(len(sources), on_device=sources.on_device)
+    return nbytes <= session.inline_max()
 
 
 class InPut:

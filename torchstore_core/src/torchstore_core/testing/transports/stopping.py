@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
@@ -41,12 +41,17 @@ _DEADLINE_S = 0.5
 _PATIENCE_S = 10.0
 # How long a transfer may take to notice that the server half is dead, before it is cancelled.
 _NOTICE_S = 1.5
+# When clients are stopped, after their first transfers.
+_SOME_TRANSFERS_S = 0.05
+# How long a transfer may take that nothing is in the way of.
+_HELD_UP_S = 3.0
 # How long to watch memory that must no longer change.
 _WATCH_S = 0.5
 _WRITTEN, _POISON, _OURS = 0x11, 0x66, 0x99
 # Memory to which a transport that fails a test may still write.
 _kept: list[Memory] = []
 _Work = Coroutine[Any, Any, None]
+T = TypeVar("T")
 
 
 def _copies(memory: Memory, offset: int) -> list[Copy]:
@@ -340,6 +345,45 @@ class StoppingTests(TransportKit):
 
         self._while_stopped(cancelled)
 
+    def test_a_stopped_client_holds_nobody_up(self) -> None:
+        """While client processes are stopped (SIGSTOP), one in the middle of its writes and one of
+        its reads, another client connects, writes and reads as if nothing were.
+        """
+        endpoints = self.at("process")
+
+        async def others(session: Session, _: Link) -> None:
+            memory = Memory(pattern(2, _TRANSFER))
+            _kept.append(memory)
+            offset = endpoints.take(_TRANSFER)
+            stopped = [Client(endpoints.reach, environment=self.environment) for _ in range(2)]
+            try:
+                for client, what in zip(stopped, ("flood", "follow"), strict=True):
+                    place = endpoints.take(_TRANSFER)
+                    endpoints.put(place, pattern(1, _TRANSFER))
+                    client.tell(Errand(what, 1, place, _TRANSFER))
+                for client in stopped:
+                    answer = await asyncio.to_thread(client.answer)
+                    check(answer == "ok", f"a client process cannot move bytes: {answer}")
+                await asyncio.sleep(_SOME_TRANSFERS_S)
+                for client in stopped:
+                    client.signal(signal.SIGSTOP)
+                _await_state([client.pid for client in stopped], "T", "stopped")
+                link = await _at_once(session.connect(), "connect")
+                await _at_once(link.write(_copies(memory, offset)), "write")
+                await _at_once(link.read(_copies(memory, offset)), "read")
+                link.close()
+            finally:
+                for client in stopped:
+                    client.close()
+            check(memory.data() == pattern(2, _TRANSFER), "other bytes came")
+            _kept.remove(memory)
+            for client in stopped:
+                async with endpoints.session() as dead:
+                    dead.peer = client.peer
+                    await asyncio.wait_for(dead.disconnect(), 20)
+
+        self.with_link(endpoints, others)
+
     def test_a_deadline_ends_what_a_stopped_half_does_not(self) -> None:
         """While the half's process is stopped, a write and a read end when their caller's
         ``asyncio.timeout`` has passed, and let it raise; when the half continues, no byte of
@@ -439,6 +483,15 @@ async def _duration(endpoints: Endpoints, link: Link) -> float:
         began = time.monotonic()
         await link.write(_copies(source, offset))
     return time.monotonic() - began
+
+
+async def _at_once(work: Coroutine[Any, Any, T], what: str) -> T:
+    """Return the result of ``work``, and fail the test if that takes long."""
+    task = asyncio.ensure_future(work)
+    if not await ends_within(task, _HELD_UP_S):
+        task.cancel()
+        fail(f"a {what} took more than {_HELD_UP_S:g} s while other clients were stopped")
+    return task.result()
 
 
 async def _failed_or_cancelled(task: asyncio.Future[Any], what: str) -> None:

@@ -30,14 +30,15 @@ from torchstore_core.testing.transports.ends.session import Reach, Session
 __all__ = ["Client", "Crowd", "Errand"]
 
 
-# How long an errand may take. A flood has been answered by then.
+# How long an errand may take. One that goes on for ever has been answered by then.
 _ERRAND_S = 60.0
 _MODULE = "torchstore_core.testing.transports.ends.client"
 
 
 class Errand(msgspec.Struct, frozen=True):
-    """A task for a client process: ``write`` a pattern, ``read`` and compare it, or ``flood``:
-    write patterns for ever. A ``flood`` is answered when its first pattern has arrived.
+    """A task for a client process: ``write`` a pattern, ``read`` and compare it, ``flood``: write
+    patterns for ever, or ``follow``: read for ever. The last two are answered when their first
+    pattern has arrived.
     """
 
     what: str
@@ -74,6 +75,15 @@ class Client:
     def answer(self) -> str:
         """Wait for the answer to the oldest errand, and return it."""
         return self._line() or "the client process has died"
+
+    @property
+    def pid(self) -> int:
+        """The id of the process."""
+        return self._process.pid
+
+    def signal(self, number: int) -> None:
+        """Send the process a signal."""
+        self._process.send_signal(number)
 
     def kill(self) -> None:
         """Kill the process (SIGKILL)."""
@@ -128,10 +138,17 @@ class Crowd:
 
 async def _do(link: Link, errand: Errand, alarm: Alarm) -> str:
     expected = pattern(errand.seed, errand.nbytes)
-    if errand.what == "read":
+    if errand.what in ("read", "follow"):
         memory = Memory(errand.nbytes)
         await link.read([memory.copy(errand.offset)])
-        return "ok" if memory.data() == expected and memory.is_intact() else "other bytes came"
+        if memory.data() != expected or not memory.is_intact():
+            return "other bytes came"
+        if errand.what == "follow":
+            alarm.close()
+            _say("ok")
+            while True:
+                await link.read([memory.copy(errand.offset)])
+        return "ok"
     memory = Memory(expected)
     await link.write([memory.copy(errand.offset)])
     if errand.what == "flood":
