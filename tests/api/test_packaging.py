@@ -29,6 +29,8 @@ SOURCES = {
     "torchstore_gloo": ROOT / "plugins/torchstore-gloo/src",
     "torchstore_torchcomms": ROOT / "plugins/torchstore-torchcomms/src",
     "torchstore_monarch": ROOT / "plugins/torchstore-monarch/src",
+    "torchstore_rdma": ROOT / "plugins/torchstore-rdma/src",
+    "torchstore_snapshot": ROOT / "plugins/torchstore-snapshot/src",
 }
 GROUPS = [f"torchstore.{kind}" for kind in ("transports", "strategies", "runtimes", "plugins")]
 

@@ -223,6 +223,43 @@ def test_only_one_module_listens() -> None:
     assert found == own
 
 
+#: Rooms of the server whose modules decide and do nothing; and those in them that do what was
+#: decided: files, memory, threads, processes.
+DECIDING = ("controller.py", "reads.py", "index", "memory", "repairing", "spilling")
+DOING = {"volume.py", "isolated.py", "segment.py", "copier_process.py"}
+DOING |= {"moves.py", "workers.py", "spill_file.py", "mapped.py"}
+IO = {"asyncio", "concurrent", "ctypes", "fcntl", "io", "mmap", "multiprocessing", "os", "pathlib"}
+IO |= {"queue", "select", "selectors", "shutil", "signal", "socket", "subprocess", "tempfile"}
+IO |= {"threading", "uvloop", "open", "input"}
+
+
+def test_the_controller_is_a_state_machine_without_io() -> None:
+    """What it is asked it answers at once, from what it knows; so the simulator can run it."""
+    server = CORE / "torchstore_core" / "server"
+    found: set[str] = set()
+    looked_at = 0
+    for room in DECIDING:
+        paths = [server / room] if room.endswith(".py") else sorted((server / room).rglob("*.py"))
+        for path in paths:
+            if path.name in DOING:
+                continue
+            looked_at += 1
+            for node in _nodes(path):
+                names: list[str] = []
+                if isinstance(node, ast.Import):
+                    names = [name.name for name in node.names]
+                elif isinstance(node, ast.ImportFrom):
+                    names = [node.module or ""]
+                elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                    names = [node.func.id]
+                elif isinstance(node, (ast.Await, ast.AsyncFor, ast.AsyncWith)):
+                    names = ["asyncio"]
+                if any(name.partition(".")[0] in IO for name in names):
+                    found.add(f"{path.relative_to(server)}:{getattr(node, 'lineno', 0)} {names}")
+    assert looked_at > 25
+    assert not found
+
+
 #: Functions of the client that may look at an address: the one that gives it to be moved from or
 #: to, with its checks; what comes after it; what asks for that of a tensor which it has made, or
 #: which was looked at in the same turn; and those that only compare addresses.

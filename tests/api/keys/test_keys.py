@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import enum
+import threading
+from typing import Any
 
 import numpy
 import pytest
 import torch
 from tests.processes import run_script
+from tests.support import before_commits
 
 import torchstore_core as ts
 
@@ -147,6 +151,45 @@ async def test_exists(shared):
     assert await ts.exists("K") is False
     await ts.delete("k")
     assert await ts.exists("k") is False
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["new", "overwritten"])
+async def test_what_is_written_and_not_committed_is_not_there(shared, k, before):
+    """For nobody who asks in between: no key, no version, no entry without a value."""
+    old, new = torch.full((300_000,), 7.0), torch.full((300_000,), 8.0)
+    if before:
+        await ts.put_state_dict({"w": old}, k)
+    seen: list[tuple[Any, ...]] = []
+
+    async def ask() -> None:
+        for key in (k, f"{k}/w"):
+            waiting = asyncio.create_task(ts.wait(key, min_version=1 + before, timeout=0.2))
+            there = await ts.exists(key), await ts.keys(key), await ts.versions(key)
+            try:
+                value = await ts.get(f"{k}/w")
+            except ts.KeyNotFoundError as error:
+                value = type(error)
+            with pytest.raises(ts.StoreTimeoutError):
+                await waiting
+            seen.append((*there, value))
+
+    def ask_in_a_thread() -> None:
+        thread = threading.Thread(target=lambda: asyncio.run(ask()))
+        thread.start()
+        thread.join()
+
+    with before_commits(ask_in_a_thread):
+        pending = await ts.put_state_dict({"w": new}, k, blocking=False)
+    ref = await pending
+    entry = f"{k}/w"
+    if before:
+        assert [one[:3] for one in seen] == [(True, [k, entry], [1]), (True, [entry], [1])]
+        assert all(torch.equal(value, old) for *_, value in seen)
+    else:
+        assert seen == [(False, [], [], ts.PartialPutError)] * 2
+    assert ref.version == 1 + before
+    assert await ts.versions(k) == [ref.version]
+    assert torch.equal(await ts.get(entry), new)
 
 
 @pytest.mark.parametrize("value", [1, torch.ones(300_000)], ids=["small", "large"])

@@ -24,7 +24,8 @@ import msgspec
 import psutil
 import pytest
 import torch
-from tests.support import until
+from tests.reliability.harness import fds
+from tests.support import running_store, until
 
 import torchstore_core as ts
 from torchstore_core.clients.session.handshake import client_facts
@@ -459,6 +460,26 @@ async def leased(client: ts.Client) -> int:
 
 async def leases_nothing(client: ts.Client) -> bool:
     return not await leased(client)
+
+
+async def test_thousands_of_tensors_take_no_descriptors() -> None:
+    """Neither while they are put, nor as long as they are mapped, together or one by one."""
+    async with running_store(capacity=512 << 20) as client:
+        server = (await client.status()).controller_pid
+        few = {"before": torch.ones(20_000)}
+        await client.put_batch(few)
+        mapped = [await client.get_batch(list(few))]
+        before = fds(), fds(server)
+        values = {f"k{at}": torch.full((20_000,), float(at)) for at in range(3000)}
+        await client.put_batch(values)
+        mapped.append(await client.get_batch(list(values)))
+        mapped += [{key: await client.get(key)} for key in [*values][::10]]
+        await client.put_state_dict(values, "model", when_full="evictable")
+        mapped.append(await client.get_state_dict("model"))
+        assert (await client.status()).volumes[0].leased_bytes > 200 << 20
+        assert (fds(), fds(server)) <= before
+        for got in mapped[1:]:
+            assert all(torch.equal(tensor, values[key]) for key, tensor in got.items())
 
 
 def limit_descriptors(pid: int, limit: int) -> None:
