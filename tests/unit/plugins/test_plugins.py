@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -292,11 +293,39 @@ def test_two_distributions_that_claim_one_name_are_both_named(site: Site, group:
         with pytest.raises(PluginError, match="first-package and second-package") as caught:
             ask()
         assert "'taken'" in caught.value.message
+        assert "block=['taken'], or TORCHSTORE_BLOCK=taken" in caught.value.message
     assert registry.load(group, "fine").name == "fine"
     # Neither was imported: who knows which one the user meant.
     assert not any(module.endswith("_taken") for module in site.imported())
     # The user can decide.
     assert [s.name for s in all_of(site.registry(block=("taken",)), group)] == ["fine"]
+
+
+def test_a_module_that_imports_torch_is_named(site: Site) -> None:
+    """It was accepted without a word, and every server imported torch.
+
+    Here is one in its place.
+    """
+    (site.path / "torch.py").touch()
+    for name, start in (("heavy", "import torch"), ("light", "")):
+        site.install(f"{name}-package", STRATEGIES, **{name: f"{start}\n{STRATEGY}"})
+    load = (
+        "from torchstore_core.plugins.registry import Registry\n"
+        "registry = Registry()\n"
+        "registry.strategy('light'), registry.strategy('heavy')"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(site.path)}
+    command = [sys.executable, "-c", load]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    (said,) = done.stderr.splitlines()
+    assert "strategy 'heavy' (from heavy-package) imports torch" in said
+
+
+def test_a_strategy_that_can_be_changed_is_refused(site: Site) -> None:
+    """It was accepted, and what it remembered was gone with the server."""
+    site.install("mutable", STRATEGIES, mine=STRATEGY.replace("frozen=True", "frozen=False"))
+    with pytest.raises(PluginError, match="must be frozen"):
+        site.registry().strategy("mine")
 
 
 def all_of(registry: Registry, group: str) -> list[Any]:

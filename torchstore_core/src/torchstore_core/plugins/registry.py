@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +32,10 @@ from torchstore_core.plugins.installed import (
 if TYPE_CHECKING:
     from importlib import metadata
 
+log = logging.getLogger(__name__)
+
+# What the module of a plug-in must not import: servers import it, too.
+_HEAVY = "torch"
 _PACKAGE_PART = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*\Z")
 
 _PACKAGES = {
@@ -193,16 +199,25 @@ class Registry:
         if len(entries) > 1:
             who = " and ".join(sorted(e.distribution for e in entries))
             raise PluginError(
-                f"{kind} {name!r} is claimed by {who}; uninstall one of them or block the name"
+                f"{kind} {name!r} is claimed by {who}; uninstall one of them, or "
+                f"block the name: block=[{name!r}], or TORCHSTORE_BLOCK={name}"
             )
         entry = entries[0]
         origin = f"{kind} {name!r} (from {entry.distribution})"
+        was_light = _HEAVY not in sys.modules
         try:
             plugin = entry.load()
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # see load_class
             raise PluginError(f"{origin} cannot be imported: {error!r}") from error
+        if was_light and _HEAVY in sys.modules:
+            log.warning(
+                "%s imports %s, for which every server needs a second and 200 MB: the module "
+                "of its entry point must do without",
+                origin,
+                _HEAVY,
+            )
         return self._call(group, name, plugin, origin)
 
     def _call(self, group: str, name: str, plugin: Any, origin: str) -> Any:
@@ -316,6 +331,8 @@ def _checked(hook: str, name: str, result: Any, origin: str) -> Any:
     if hook == "torchstore_strategy":
         if not (isinstance(result, type) and issubclass(result, Strategy)):
             raise PluginError(f"{origin}: {hook} must return a subclass of Strategy")
+        if not result.__struct_config__.frozen:
+            raise PluginError(f"{origin}: its Strategy must be frozen: it remembers nothing")
         if result.__struct_config__.tag != name:
             raise PluginError(
                 f"{origin}: its Strategy needs tag={name!r}, the entry-point name, "

@@ -77,7 +77,8 @@ class ServerProcess:
             await self._cancel_start()
             raise StoreTimeoutError(
                 f"the server of store {config['store_name']!r} did not come up within "
-                f"{in_seconds(timeout)}",
+                f"{in_seconds(timeout)}; what holds a server up for longer than 10 s is in its "
+                "log, on standard error",
                 details={"operation": "initialize", "timeout": timeout},
             ) from error
         except BaseException:

@@ -32,6 +32,7 @@ from torchstore_core.server.server import Ready, Server, ServerOptions
 from torchstore_core.server.serving.journal import log_to_stderr
 from torchstore_core.server.serving.listening import raise_descriptor_limit
 from torchstore_core.server.serving.members import Members
+from torchstore_core.server.stalled_loop import LoopWatch
 
 _M_MMAP_THRESHOLD = -3
 # Other C libraries have neither.
@@ -149,6 +150,7 @@ async def _main(
     # Set before anything is created that a signal could leave behind.
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, server.stop_soon)
+    watch = LoopWatch()
     try:
         with descriptors("a store"):
             address = await server.start()
@@ -161,6 +163,7 @@ async def _main(
         await server.serve()
     finally:
         await server.close()
+        watch.close()
     return 0
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-__all__ = ["Alarm", "hanging_call"]
+from torchstore_core.server.stalled_loop import OURS, foreign, module_of, place_of, stack_of
 
-# Of the coroutines and frames on the way to a half, these are not the half's own.
-_OURS = ("torchstore_core", "__main__")
+__all__ = ["Alarm", "hanging_call"]
 
 
 def hanging_call(loop: asyncio.AbstractEventLoop, thread: int | None) -> str:
@@ -26,22 +24,13 @@ def hanging_call(loop: asyncio.AbstractEventLoop, thread: int | None) -> str:
     >>> loop.close()
     """
     frame = sys._current_frames().get(thread) if thread is not None else None
-    stacks = [_stack(frame)]
+    stacks = [stack_of(frame)]
     try:
         stacks += [_coroutines(task) for task in asyncio.all_tasks(loop)]
     except RuntimeError:  # the tasks change: it does not hang there
         return ""
     said = [_in_words(stack) for stack in stacks]
     return next(filter(None, said), "")
-
-
-def _stack(frame: FrameType | None) -> list[FrameType]:
-    """The frames that a thread runs, the outermost first, from where its event loop runs a task."""
-    frames: list[FrameType] = []
-    while frame is not None and _module(frame) != "asyncio.events":
-        frames.append(frame)
-        frame = frame.f_back
-    return frames[::-1]
 
 
 def _coroutines(task: asyncio.Task[Any]) -> list[FrameType]:
@@ -60,29 +49,16 @@ def _coroutines(task: asyncio.Task[Any]) -> list[FrameType]:
 
 def _in_words(stack: list[FrameType]) -> str:
     """The call that the kit, or a volume, has made, and where that is; empty if there is none."""
-    if not stack or not _module(stack[0]).startswith(_OURS):
+    if not stack or not module_of(stack[0]).startswith(OURS):
         return ""  # a task of the transport itself
     # The other half is asked by the session's `_ask`, for itself or for the half that is here.
     asked = [str(f.f_locals["method"]) for f in stack if f.f_code.co_qualname == "Session._ask"]
     there = f"the server half's {asked[0]!r}" if asked else ""
-    half = [frame for frame in stack if _is_foreign(frame)]
+    half = [frame for frame in stack if foreign(frame)]
     if not half:
         return f"{there} has not returned" if there else ""
     said = f"{half[0].f_code.co_qualname} has not returned"
-    return f"{said}: it waits for {there}" if there else f"{said}: it is at {_place(half[-1])}"
-
-
-def _is_foreign(frame: FrameType) -> bool:
-    name = _module(frame)
-    return not name.startswith(_OURS) and name.partition(".")[0] not in sys.stdlib_module_names
-
-
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
-
-
-def _place(frame: FrameType) -> str:
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return f"{said}: it waits for {there}" if there else f"{said}: it is at {place_of(half[-1])}"
 
 
 class Alarm:
