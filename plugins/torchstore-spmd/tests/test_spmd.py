@@ -31,7 +31,7 @@ from torchstore_spmd.member import Member
 from torchstore_spmd.rendezvous import TCPRendezvous
 
 PROGRAM = str(Path(__file__).with_name("spmd_ranks.py"))
-PATIENCE_S = 90.0
+PATIENCE_S = 300.0
 
 
 class Job:

@@ -106,7 +106,7 @@ class Target:
         self.process.send_signal(signal.SIGTERM)
         assert self.process.stdout is not None
         self.process.stdout.close()
-        assert self.process.wait(10) == 0
+        assert self.process.wait(60) == 0
         os.close(self._log_fd)
 
     def rss(self) -> int:

@@ -151,7 +151,7 @@ async def test_a_full_queue_is_waited_for(
         listener.setblocking(False)
         loop.add_reader(listener.fileno(), accept)
         try:
-            ended: Any = await asyncio.wait_for(made, 20)
+            ended: Any = await asyncio.wait_for(made, 50)
         finally:
             loop.remove_reader(listener.fileno())
         with contextlib.suppress(AttributeError):

@@ -215,7 +215,7 @@ async def test_a_wait_is_answered_by_a_poll(relayed: Relayed) -> None:
     assert not waiting.done()
     exchanges = relayed.uplink.calls["exchange"]
     await other.put("later", 1)
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, 50)
     assert relayed.uplink.calls["exchange"] == exchanges
     await ts.shutdown("direct")
     await ts.shutdown(relayed.address)
