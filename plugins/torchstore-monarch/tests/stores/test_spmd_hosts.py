@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -23,6 +24,8 @@ import pytest
 from tests.monarch.jobs import python_path, running
 from tests.processes import Program
 from tests.support import free_port, until
+
+from torchstore_monarch.spmd.starting import _reserved_port
 
 _PROGRAM = str(Path(__file__).with_name("spmd_rank.py"))
 _MARK = "TORCHSTORE_TEST_JOB"
@@ -261,6 +264,17 @@ async def test_killed_ranks_do_not_take_a_store_along_and_a_killed_root_leaves_n
         for rank in (1, 3):
             assert (await ranks.ask(rank, "put", "k"))["error"][0] == "store-closed"
             await ranks.do(rank, "leave")
+
+
+def test_a_port_is_kept_for_who_is_told_of_it() -> None:
+    with _reserved_port("127.0.0.1") as port, socket.socket() as other:
+        with pytest.raises(OSError) as caught:  # noqa: PT011 - its number says which
+            other.bind(("127.0.0.1", port))
+        assert caught.value.errno == errno.EADDRINUSE
+        with socket.create_server(("127.0.0.1", port)) as told:  # as the engine's listeners
+            told.settimeout(20)
+            with socket.create_connection(told.getsockname()), told.accept()[0]:
+                pass
 
 
 async def test_a_worker_says_that_its_port_is_taken() -> None:
