@@ -154,7 +154,7 @@ async def test_slow_and_silent_strangers(monkeypatch: pytest.MonkeyPatch) -> Non
 async def test_more_strangers_than_are_let_near(caplog: pytest.LogCaptureFixture) -> None:
     """The oldest gives way, so that a client still gets in; and the log does not fill."""
     caplog.set_level(logging.WARNING)
-    async with linked() as (_, there), asyncio.timeout(30):
+    async with linked() as (_, there), asyncio.timeout(60):
         with ExitStack() as stack:
             async with within(authentication.GREETING_S / 2):
                 crowd = [stack.enter_context(_stranger(there)) for _ in range(2 * UNKNOWN_MAX)]
