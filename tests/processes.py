@@ -159,7 +159,7 @@ async def run_program(
     *arguments: str,
     directory: str | Path = ".",
     environment: Mapping[str, str] = os.environ,
-    timeout: float = 60.0,
+    timeout: float = 200.0,
 ) -> tuple[int, str, str]:
     """``python PATH ARGUMENTS`` in a directory, by a process of the fork server.
 
@@ -238,7 +238,7 @@ class Script:
     def pid(self) -> int:
         return self._process.pid
 
-    async def output(self, timeout: float = 60.0) -> str:
+    async def output(self, timeout: float = 200.0) -> str:
         """What it printed; fails the test if it failed or does not end."""
         status = await asyncio.to_thread(self._process.wait, timeout)
         assert status == 0, f"the script failed ({status}):\n{_text(self._err)}"
@@ -246,7 +246,7 @@ class Script:
 
 
 async def run_script(
-    body: str, timeout: float = 60.0, *, fresh: bool = False, wrapper: Sequence[str] = ()
+    body: str, timeout: float = 200.0, *, fresh: bool = False, wrapper: Sequence[str] = ()
 ) -> str:
     """Run a :class:`Script` to its end; what it printed."""
     with Script(body, fresh=fresh, wrapper=wrapper) as script:

@@ -43,7 +43,7 @@ def layouts() -> ModuleType:
     return module
 
 
-def _run(out: Path, *arguments: str, timeout: float = 110) -> subprocess.CompletedProcess[str]:
+def _run(out: Path, *arguments: str, timeout: float = 380) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(BENCHMARKS / "bench.py"), *arguments, "--out", str(out)],
         capture_output=True,

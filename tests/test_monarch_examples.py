@@ -19,7 +19,7 @@ RING = EXAMPLES / "monarch_ring.py"
 DTENSOR = EXAMPLES / "monarch_dtensor.py"
 RL = EXAMPLES / "monarch_rl.py"
 ROOT = EXAMPLES.parent
-PATIENCE_S = 90.0
+PATIENCE_S = 300.0
 _MARK = "EXAMPLE_OF_A_TEST"  # in the environment of an example, and so of all its processes
 
 

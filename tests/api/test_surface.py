@@ -14,6 +14,7 @@ import torch
 from tests.support import halt, running_store
 
 import torchstore_core as ts
+from torchstore_core.testing.timers import ends_within, within
 
 FUNCTIONS = [
     "initialize",
@@ -267,7 +268,6 @@ async def test_timeouts_hold_when_the_server_hangs(store):
     pid = (await ts.status()).controller_pid
     await halt(pid)
     try:
-        start = time.monotonic()
         calls = asyncio.gather(
             *(
                 call
@@ -298,8 +298,8 @@ async def test_timeouts_hold_when_the_server_hangs(store):
             ts.connect(store.address, store_name="late", timeout=0.3),
             return_exceptions=True,
         )
-        results = await asyncio.wait_for(calls, 20)
-        assert time.monotonic() - start < 5
+        assert await ends_within(calls, 5)
+        results = await calls
         assert [type(result) for result in results] == [ts.StoreTimeoutError] * len(results)
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -317,11 +317,12 @@ async def test_the_default_timeout_is_the_one_of_initialize():
         await halt(pid)
         try:
             start = time.monotonic()
+            async with within(4.5):
+                with pytest.raises(ts.StoreTimeoutError):
+                    await asyncio.wait_for(quick.get("k"), 50)
+            assert time.monotonic() - start > 1.4
             with pytest.raises(ts.StoreTimeoutError):
-                await asyncio.wait_for(quick.get("k"), 20)
-            assert 1.4 < time.monotonic() - start < 4.5
-            with pytest.raises(ts.StoreTimeoutError):
-                await asyncio.wait_for(client.get("k", timeout=0.1), 20)
+                await asyncio.wait_for(client.get("k", timeout=0.1), 50)
         finally:
             os.kill(pid, signal.SIGCONT)
         await ts.shutdown("quick")

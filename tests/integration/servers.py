@@ -27,7 +27,7 @@ class ServerThread:
         self.address = ""
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
         self._thread.start()
-        assert self._ready.wait(20)
+        assert self._ready.wait(60)
         assert self.address
 
     async def _run(self) -> None:
@@ -50,7 +50,7 @@ class ServerThread:
     def stop(self) -> None:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self.server.stop_soon)
-            self._thread.join(20)
+            self._thread.join(60)
         assert not self._thread.is_alive()
 
 

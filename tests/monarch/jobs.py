@@ -33,8 +33,8 @@ __all__ = ["Function", "Job", "python_path", "running"]
 
 _REPOSITORY = Path(__file__).parents[2]
 _MARK = "TORCHSTORE_TEST_JOB"
-_START_S = 60.0
-_END_S = 10.0
+_START_S = 200.0
+_END_S = 60.0
 
 Function = Callable[..., Awaitable[Any]]
 
@@ -155,11 +155,11 @@ class Job:
 
     # ---- calls ----------------------------------------------------------------------------
 
-    async def root(self, function: Function, *args: Any, timeout: float = 60.0) -> Any:
+    async def root(self, function: Function, *args: Any, timeout: float = 180.0) -> Any:
         """Run ``await function(*args)`` in the root client; raises what it raises."""
         return await self._call(None, function, args, timeout)
 
-    async def at(self, worker: int, function: Function, *args: Any, timeout: float = 60.0) -> Any:
+    async def at(self, worker: int, function: Function, *args: Any, timeout: float = 180.0) -> Any:
         """The same in a worker. With hosts, workers count host by host."""
         return await self._call(worker, function, args, timeout)
 

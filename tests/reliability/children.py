@@ -39,7 +39,7 @@ def run(function: Callable[..., Any], pipe: Connection, *args: Any) -> None:
         raise
 
 
-async def told(pipe: Connection, timeout: float = 60.0) -> Any:
+async def told(pipe: Connection, timeout: float = 180.0) -> Any:
     """Wait for the test's next message without blocking the event loop."""
 
     def receive() -> Any:

@@ -60,7 +60,7 @@ class Child:
     def __exit__(self, *_: object) -> None:
         self.kill()
 
-    async def said(self, timeout: float = 20.0) -> Any:
+    async def said(self, timeout: float = 60.0) -> Any:
         """The child's next message; fails the test if it failed, ended, or says nothing."""
         return await asyncio.to_thread(self._receive, timeout)
 
@@ -88,7 +88,7 @@ class Child:
         """Send the child something."""
         self._pipe.send(message)
 
-    async def ended(self, timeout: float = 10.0) -> int:
+    async def ended(self, timeout: float = 60.0) -> int:
         """Wait for its end; the exit status."""
         await asyncio.to_thread(self._process.join, timeout)
         assert self._process.exitcode is not None, f"child {self.pid} did not end"

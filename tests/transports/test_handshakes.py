@@ -192,7 +192,7 @@ async def test_a_half_that_is_slow_to_end_a_client_serves_the_others(
         assert await volume.handshake(b"two", "mailbox", who)
         assert not ending.done()
         await volume.handshake(b"two", "mailbox", msgspec.msgpack.encode(Letter("let go")))
-        await asyncio.wait_for(ending, 10)
+        await asyncio.wait_for(ending, 50)
         assert await volume.handshake(b"one", "mailbox", who)
 
 
@@ -220,7 +220,7 @@ async def test_a_half_that_hangs_while_its_client_reads_is_replaced(
             assert await read(volume, "mailbox") == b"ten bytes."
             assert not reading.done()
             with pytest.raises(ts.TransportError, match="has died"):
-                await asyncio.wait_for(reading, 20)
+                await asyncio.wait_for(reading, 50)
         assert await read(volume, "mailbox-apart") == b"ten bytes."
 
 
@@ -236,7 +236,7 @@ async def test_handshakes_of_a_client_that_disconnects_end(
         await until(held.exists, 10)
         await volume.disconnect(b"one")
         with pytest.raises(ts.TransportError, match="has disconnected"):
-            await asyncio.wait_for(writing, 10)
+            await asyncio.wait_for(writing, 50)
 
 
 def _served(volume: Volume) -> tuple[Handshakes, SessionRecord]:
@@ -287,7 +287,7 @@ async def test_a_client_cannot_fill_the_server_with_handshakes(
         assert isinstance(await answered.get(), Handshaken)
         done = asyncio.Event()
         handshakes.settle(session, [(0, "")], done.set)
-        await asyncio.wait_for(done.wait(), 10)
+        await asyncio.wait_for(done.wait(), 50)
         await until(lambda: not session.handshakes_weight, 10)
         handshakes.answer(session, who, answered.put_nowait)
         assert isinstance(await answered.get(), Handshaken)

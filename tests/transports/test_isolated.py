@@ -94,7 +94,7 @@ async def test_handshakes_of_a_client_that_disconnects_end(
         await until(held.exists, 10)
         await half.server.disconnect(b"me")
         with pytest.raises(ts.TransportError, match="has disconnected"):
-            await asyncio.wait_for(writing, 10)
+            await asyncio.wait_for(writing, 50)
 
 
 _ISOLATED = "torchstore_core.server.memory.isolated"
@@ -128,7 +128,7 @@ async def test_a_half_that_hangs_is_replaced(how: str, monkeypatch: pytest.Monke
                 await until(lambda: not Path(f"/proc/{before}").exists(), 20)
             else:
                 with pytest.raises(ts.TransportError, match="has died"):
-                    await asyncio.wait_for(half.ask(Letter(how)), 20)
+                    await asyncio.wait_for(half.ask(Letter(how)), 50)
         assert half.server.registered(0) == 0
         assert int(await half.ask(Letter("who"), b"other")) == await half.pid() != before
 
@@ -177,7 +177,7 @@ async def test_whoever_ends_a_client_waits_until_it_has_ended() -> None:
         await half.ask(Letter("who"), b"other")
         assert not any(one.done() for one in waiting)
         await half.ask(Letter("let go"), b"other")
-        await asyncio.wait_for(asyncio.gather(*waiting), 10)
+        await asyncio.wait_for(asyncio.gather(*waiting), 50)
 
 
 async def test_a_volume_that_closes_while_a_client_is_ended_warns_of_nothing(
@@ -189,7 +189,7 @@ async def test_a_volume_that_closes_while_a_client_is_ended_warns_of_nothing(
         ending = asyncio.ensure_future(half.server.disconnect(b"me"))
         await asyncio.sleep(0)
         await half.server.close()
-        await asyncio.wait_for(ending, 10)
+        await asyncio.wait_for(ending, 50)
         assert not Path(f"/proc/{pid}").exists()
     assert not caplog.records
 

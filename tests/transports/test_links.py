@@ -153,7 +153,7 @@ async def test_the_bytes_of_several_volumes_move_at_once(monkeypatch: pytest.Mon
             await super().read(copies)
 
         async def _meet(self, what: str) -> None:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await both.wait()
             met.append(what)
 

@@ -145,7 +145,7 @@ async def test_a_storage_that_was_freed_and_allocated_again_is_registered_anew(
             await _read(link, [small])
             return link.kept()[0] <= kept - size + _SMALL
 
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not await is_gone():
                 await asyncio.sleep(0.05)
 

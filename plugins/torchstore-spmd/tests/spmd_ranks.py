@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import torchstore_core as ts
 
-SMALL = {"capacity": 32 << 20, "prefault": 0, "timeout": 30.0}
+SMALL = {"capacity": 32 << 20, "prefault": 0, "timeout": 100.0}
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 VALUE = torch.arange(300_000.0)
 

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,12 +25,13 @@ from torch.distributed import TCPStore
 import torchstore_core as ts
 from torchstore_core.contracts.runtime import StoreOptions
 from torchstore_core.runtimes.local import LocalRuntime
+from torchstore_core.testing.timers import within
 from torchstore_spmd.identity import ProcessIdentity
 from torchstore_spmd.member import Member
 from torchstore_spmd.rendezvous import TCPRendezvous
 
 PROGRAM = str(Path(__file__).with_name("spmd_ranks.py"))
-PATIENCE_S = 90.0
+PATIENCE_S = 300.0
 
 
 class Job:
@@ -276,16 +276,15 @@ async def test_ranks_come_again_to_a_rendezvous_that_stays() -> None:
 
 async def test_a_rank_that_has_the_name_already_tells_the_others() -> None:
     port = free_port()
-    begun = time.monotonic()
     async with running_store():
         with job("meet", port=port, leave_out=[0]) as other:
             env = ts.SPMDEnv(0, 0, 2, 2, "127.0.0.1", port)
-            with pytest.raises(ts.ConfigurationError, match="initialized in this process already"):
-                await ts.initialize_spmd(env=env, **SMALL)
-            (error,) = await other.end()
+            async with within(25):
+                with pytest.raises(ts.ConfigurationError, match="initialized in this process"):
+                    await ts.initialize_spmd(env=env, **SMALL)
+                (error,) = await other.end()
     assert error["code"] == "configuration"
     assert "rank 0: store 'torchstore' is initialized in this process already" in error["message"]
-    assert time.monotonic() - begun < 25
 
 
 async def test_a_rank_whose_warning_of_a_second_store_is_an_error_tells_the_others() -> None:
@@ -328,10 +327,9 @@ async def test_what_is_no_environment_is_refused() -> None:
 
 
 async def test_all_ranks_are_told_why_the_server_does_not_start() -> None:
-    started = time.monotonic()
-    with job("cannot_start") as ranks:
-        said = await cannot_start(ranks)
-    assert time.monotonic() - started < 25
+    async with within(25):
+        with job("cannot_start") as ranks:
+            said = await cannot_start(ranks)
     errors = {line["rank"]: line for line in said if line["say"] == "error"}
     assert [errors[rank]["code"] for rank in (0, 1)] == ["configuration"] * 2
     assert "rank 0" in errors[1]["message"]
@@ -362,14 +360,13 @@ async def test_what_hangs_at_the_port_is_waited_for_in_time_and_blocks_nobody() 
     env = alone(1)
     with socket.create_server(("127.0.0.1", env.master_port)) as server:
         server.setblocking(False)
-        started = time.monotonic()
-        joining = asyncio.ensure_future(ts.initialize_spmd(env=env, timeout=5))
-        connection, _ = await asyncio.get_running_loop().sock_accept(server)
-        with connection:  # of torch, which waits for an answer now; and this loop goes on
-            assert not joining.done()
-            with pytest.raises((ts.StoreTimeoutError, ts.StoreClosedError), match="rendezvous"):
-                await joining
-        assert time.monotonic() - started < 9
+        async with within(9):
+            joining = asyncio.ensure_future(ts.initialize_spmd(env=env, timeout=5))
+            connection, _ = await asyncio.get_running_loop().sock_accept(server)
+            with connection:  # of torch, which waits for an answer now; and this loop goes on
+                assert not joining.done()
+                with pytest.raises((ts.StoreTimeoutError, ts.StoreClosedError), match="rendezvous"):
+                    await joining
 
 
 def listens(port: int) -> bool:

@@ -185,7 +185,7 @@ async def test_a_full_disk_is_read_at_once_while_the_value_before_is_held(runtim
         count, error = await fill()
         assert "its capacity of 20.0 MiB is used up" in str(error)
         for at in range(count):
-            got = await ts.get(f"k{at}", timeout=3)
+            got = await ts.get(f"k{at}", timeout=20)
             assert torch.equal(got, value(at))
 
 

@@ -419,7 +419,7 @@ async def test_two_event_loops_publish_and_every_read_is_one_version(shared):
     finally:
         enough.set()
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
     assert failures == []
     assert len(await ts.versions("k")) == 3
 

@@ -161,7 +161,7 @@ def test_a_forked_child_has_a_loop_of_its_own(bare: blocking.Client) -> None:
             blocking.put("child", 1)
             made = blocking.put_state_dict({"w": 2}, "of child", blocking=False)
             assert isinstance(made, blocking.PendingPut)
-            made.result(10)
+            made.result(60)
             status = 0 if ok else 2
         finally:
             os._exit(status)
@@ -170,7 +170,7 @@ def test_a_forked_child_has_a_loop_of_its_own(bare: blocking.Client) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert blocking.get_batch(["child", "parent"]) == {"child": 1, "parent": 49}
     assert blocking.get("of child/w") == 2
-    assert pending.result(10) == ts.ObjectRef("of parent", 1)
+    assert pending.result(60) == ts.ObjectRef("of parent", 1)
 
 
 def _program(body: str) -> subprocess.Popen[str]:

@@ -151,9 +151,9 @@ class Store:
     def stop(self) -> None:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._server.stop_soon)
-            self._thread.join(20)
+            self._thread.join(60)
         for volume in self._volumes:
-            volume.join(10)
+            volume.join(60)
             volume.kill()
             volume.join()
         for directory in self._sockets:

@@ -25,6 +25,7 @@ from tests.unit.wire.test_messages import REQUESTS
 import torchstore_core as ts
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.machine import topology
+from torchstore_core.testing.timers import ends_within
 from torchstore_core.values import ObjectMeta, StateDictMeta, TensorMeta, TensorSlice
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import HEADER, FrameReader, decode_reply, encode
@@ -43,7 +44,7 @@ class Neighbour:
 
     def __init__(self, address: str) -> None:
         self.rounds = 0
-        self.slowest = 0.0
+        self.late = 0
         self.error: BaseException | None = None
         self._address = address
         self._stop = threading.Event()
@@ -57,23 +58,26 @@ class Neighbour:
             self.error = error
 
     async def _work(self) -> None:
-        client = await ts.connect(self._address, store_name="neighbour", timeout=5)
+        client = await ts.connect(self._address, store_name="neighbour", timeout=60)
         large = torch.empty(self.LARGE, dtype=torch.uint8)
         try:
             while not self._stop.is_set():
-                begun = time.monotonic()
-                number = self.rounds % 251
-                large.fill_(number)
-                refs = await client.put_batch({"neighbour/large": large, "neighbour/n": number})
-                got = await client.get_batch(list(refs.values()))
-                assert torch.equal(got["neighbour/large"], large)
-                assert got["neighbour/n"] == number
-                assert await client.keys("neighbour/") == ["neighbour/large", "neighbour/n"]
-                self.slowest = max(self.slowest, time.monotonic() - begun)
+                using = asyncio.ensure_future(self._use(client, large))
+                self.late += not await ends_within(using, 3.0)
+                await using
                 self.rounds += 1
                 await asyncio.sleep(0.001)  # leave the attackers some of the processor
         finally:
             await ts.shutdown("neighbour")
+
+    async def _use(self, client: ts.Client, large: torch.Tensor) -> None:
+        number = self.rounds % 251
+        large.fill_(number)
+        refs = await client.put_batch({"neighbour/large": large, "neighbour/n": number})
+        got = await client.get_batch(list(refs.values()))
+        assert torch.equal(got["neighbour/large"], large)
+        assert got["neighbour/n"] == number
+        assert await client.keys("neighbour/") == ["neighbour/large", "neighbour/n"]
 
     def stop(self) -> None:
         self._stop.set()
@@ -106,7 +110,7 @@ class Target:
         self.process.send_signal(signal.SIGTERM)
         assert self.process.stdout is not None
         self.process.stdout.close()
-        assert self.process.wait(10) == 0
+        assert self.process.wait(60) == 0
         os.close(self._log_fd)
 
     def rss(self) -> int:
@@ -121,12 +125,12 @@ class Target:
         """Whatever happens inside leaves no trace."""
         self.settle(lambda: self.neighbour.rounds > 0)
         fds, rss, rounds = self.fds(), self.rss(), self.neighbour.rounds
-        self.neighbour.slowest = 0.0
+        self.neighbour.late = 0
         yield
         self.settle(lambda: self.neighbour.rounds > rounds + 5)
         self.settle(lambda: self.fds() <= fds)
         self.settle(lambda: self.rss() <= rss + growth)
-        assert self.neighbour.slowest < 3.0
+        assert not self.neighbour.late
         self.settle(self._has_only_its_neighbour)
         assert "Traceback" not in self._log.read_text()
 
@@ -147,7 +151,7 @@ class Target:
 
     def settle(self, predicate: Callable[[], bool]) -> None:
         """Wait until it is so; meanwhile nothing may break."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not predicate():
             assert self.neighbour.error is None, repr(self.neighbour.error)
             assert self.process.poll() is None, self._log.read_text()

@@ -307,7 +307,7 @@ def test_a_value_that_lies_about_itself_hurts_no_reader(target: Target) -> None:
     ]
 
     async def read(placed: bool) -> None:
-        client = await ts.connect(target.address, store_name="reader", timeout=5)
+        client = await ts.connect(target.address, store_name="reader", timeout=60)
         try:
             for at in range(len(lies)):
                 for destination in (None, torch.zeros(3)):
@@ -364,7 +364,7 @@ def test_shards_and_state_dicts_that_lie_hurt_no_reader(target: Target) -> None:
     ]
 
     async def read() -> None:
-        client = await ts.connect(target.address, store_name="reader", timeout=5)
+        client = await ts.connect(target.address, store_name="reader", timeout=60)
         try:
             for at in range(len(lies)):
                 for call in (

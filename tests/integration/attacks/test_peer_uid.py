@@ -211,7 +211,7 @@ class OpenServer:
         self._process.send_signal(signal.SIGTERM)
         assert self._process.stdout is not None
         self._process.stdout.close()
-        self._process.wait(10)
+        self._process.wait(60)
         shutil.rmtree(self.directory)
 
 

@@ -30,7 +30,7 @@ __all__ = ["Jobs", "Nursery", "Ranks"]
 # The last one is imported by the first use of a DTensor.
 _HEAVY = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo")
 # Far above what anything here takes on slow cores, below the limit of a test.
-_PATIENCE_S = 90.0
+_PATIENCE_S = 300.0
 
 
 class Failed(NamedTuple):

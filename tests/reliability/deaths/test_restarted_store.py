@@ -162,7 +162,7 @@ async def test_a_number_of_before_is_not_waited_for(served: Served, joined: Any)
     await until(status)
     served.again()
     for task in waiting:
-        closed, gone = await asyncio.wait_for(task, 20)
+        closed, gone = await asyncio.wait_for(task, 50)
         assert isinstance(closed, ts.StoreClosedError)
         assert isinstance(gone, ts.VersionGoneError)
         assert gone.key == "policy"
@@ -176,7 +176,7 @@ async def test_a_number_of_before_is_not_waited_for(served: Served, joined: Any)
         lambda: ts.get_state_dict("policy", min_version=17, timeout=None),
     ):
         with pytest.raises(ts.VersionGoneError):
-            await asyncio.wait_for(call(), 20)
+            await asyncio.wait_for(call(), 50)
 
 
 async def test_who_starts_over_may_use_numbers_again(served: Served, joined: Any, other: Any):
@@ -197,7 +197,7 @@ async def test_who_starts_over_may_use_numbers_again(served: Served, joined: Any
         assert await start_over()
         waiting = asyncio.create_task(ts.wait(key, min_version=2, timeout=None))
         ref = await other.put_state_dict({"a": 3}, key)
-        assert (await asyncio.wait_for(waiting, 5))[key] == ref
+        assert (await asyncio.wait_for(waiting, 50))[key] == ref
 
 
 async def test_what_this_process_has_put_is_a_number_of_now(
@@ -213,7 +213,7 @@ async def test_what_this_process_has_put_is_a_number_of_now(
         taken = f"taken/{ref.version}"
         waiting = asyncio.create_task(ts.wait(taken, min_version=ref.version, timeout=None))
         await retried(lambda k=taken, v=ref.version: other.put(k, 1, version=v))
-        assert (await asyncio.wait_for(waiting, 5))[taken].version == ref.version
+        assert (await asyncio.wait_for(waiting, 50))[taken].version == ref.version
     with pytest.raises(ts.VersionGoneError):
         await ts.wait("taken/0", min_version=60)
 
@@ -222,7 +222,7 @@ async def test_to_follow_a_ref_is_exact(served: Served, joined: Any):
     ref = await ts.put("w", 1)
     waiting = asyncio.create_task(ts.wait("w", after=ref))
     newer = await ts.put("w", 2)
-    assert await asyncio.wait_for(waiting, 5) == {"w": newer}
+    assert await asyncio.wait_for(waiting, 50) == {"w": newer}
     served.again()
     await refill()
     await ts.wait("w", min_version=3)  # numbers are known again, and do not help an old ref
@@ -232,7 +232,7 @@ async def test_to_follow_a_ref_is_exact(served: Served, joined: Any):
         lambda: ts.get_state_dict("d", after=ts.ObjectRef("d", 1, ref.incarnation)),
     ):
         with pytest.raises(ts.VersionGoneError, match="of incarnation"):
-            await asyncio.wait_for(call(), 20)
+            await asyncio.wait_for(call(), 50)
 
 
 async def test_a_new_ref_is_good_in_a_process_that_has_not_noticed_the_restart(

@@ -101,7 +101,7 @@ async def test_a_commit_that_goes_on_says_it_too(caplog: pytest.LogCaptureFixtur
         value = {"w": torch.zeros(MB)}
         try:
             with before_commits(lambda: stop(pid)):
-                pending = await ts.put_state_dict(value, "d", blocking=False, timeout=1)
+                pending = await ts.put_state_dict(value, "d", blocking=False, timeout=3)
             with pytest.raises(ts.StoreTimeoutError) as caught:
                 await pending
         finally:

@@ -8,7 +8,6 @@ import contextlib
 import os
 import signal
 import socket
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from torchstore_core.contracts.transport import LinkContext
 from torchstore_core.machine import topology
 from torchstore_core.machine.directories import remove_stale
 from torchstore_core.server.remote.attached import VolumeConnection
+from torchstore_core.testing.timers import within
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import encode
 from torchstore_spmd.member import Member
@@ -151,7 +151,7 @@ async def test_a_full_queue_is_waited_for(
         listener.setblocking(False)
         loop.add_reader(listener.fileno(), accept)
         try:
-            ended: Any = await asyncio.wait_for(made, 20)
+            ended: Any = await asyncio.wait_for(made, 50)
         finally:
             loop.remove_reader(listener.fileno())
         with contextlib.suppress(AttributeError):
@@ -183,10 +183,9 @@ async def test_a_stopped_server_is_waited_for_until_the_deadline():
         await halt(server)
         try:
             with full(path):
-                begun = time.monotonic()
-                with pytest.raises(ts.StoreTimeoutError, match="did not accept a connection"):
-                    await ts.connect(client.address, store_name="late", timeout=SHORT_S)
-                assert time.monotonic() - begun < 10
+                async with within(10):
+                    with pytest.raises(ts.StoreTimeoutError, match="did not accept a connection"):
+                        await ts.connect(client.address, store_name="late", timeout=SHORT_S)
                 ways = [
                     asyncio.ensure_future(
                         ts.connect(client.address, store_name=f"way {number}", timeout=30)
@@ -211,7 +210,6 @@ async def test_no_store_is_said_at_once(there: bool, tmp_path: Path):
     if there:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.bind(str(path))
-    begun = time.monotonic()
-    with pytest.raises(ts.StoreClosedError):
-        await ts.connect(f"unix:{path}", timeout=30)
-    assert time.monotonic() - begun < 5
+    async with within(5):
+        with pytest.raises(ts.StoreClosedError):
+            await ts.connect(f"unix:{path}", timeout=30)

@@ -73,7 +73,7 @@ class ScarceServer:
         self._process.terminate()
         assert self._process.stdout is not None
         self._process.stdout.close()
-        self._process.wait(10)
+        self._process.wait(60)
 
     async def busy(self, seconds: float) -> float:
         """Which part of that time it computes."""

@@ -79,7 +79,7 @@ class LoggedServer:
     def ended(self) -> int:
         assert self._process.stdout is not None
         self._process.stdout.close()
-        return self._process.wait(10)
+        return self._process.wait(60)
 
 
 def put_half(address: str) -> None:

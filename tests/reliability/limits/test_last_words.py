@@ -88,7 +88,7 @@ def test_what_was_given_back_before_the_connection_was_closed_is_heard(
 
         MEANWHILE.append(leave)
         channel.sendall(a_put(2))
-        assert done.wait(10)
+        assert done.wait(60)
         other, _ = connected(path, welcome.session)
         for number in range(3, 100):  # until the server has seen the end of the channel
             other.sendall(encode(m.Status(number)))

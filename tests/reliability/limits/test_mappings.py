@@ -47,7 +47,7 @@ async def main():
     await ts.get("k0", got[0])  # into memory that is there
     count = len(got)
     del got
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (await ts.status()).volumes[0].leased_bytes:
             await asyncio.sleep(0.01)
     for address in made:

@@ -75,5 +75,5 @@ def using() -> None:
     assert blocking.keys() == []
     with no_threads():
         refused(lambda: blocking.put_state_dict({"w": 1}, "d", blocking=False))
-    blocking.put_state_dict({"w": 1}, "d", blocking=False).result(20)
+    blocking.put_state_dict({"w": 1}, "d", blocking=False).result(60)
     assert blocking.get_state_dict("d") == {"w": 1}

@@ -60,7 +60,7 @@ def test_memory_is_not_reused_under_a_copy_of_another_thread(call: str, end: str
             child.tell("go")
             assert asyncio.run(child.said()) == "replaced"
             with contextlib.suppress(ts.StoreClosedError):
-                assert children.uniform(other.result(10)) == 3
+                assert children.uniform(other.result(60)) == 3
         assert children.uniform(asyncio.run(ts.get("b"))) == 9
         asyncio.run(ts.shutdown("tight"))
         asyncio.run(ts.shutdown())

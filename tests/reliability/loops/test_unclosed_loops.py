@@ -116,7 +116,7 @@ for work in (unclosed, blocking):
         await asyncio.to_thread(thread.join)
         if number % 30 == 29:
             gc.collect()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(100):
         while True:
             gc.collect()
             lanes = sum(session.lanes for session in (await ts.status()).sessions)

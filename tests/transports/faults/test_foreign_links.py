@@ -106,7 +106,7 @@ async def test_the_next_transport_moves_the_bytes(
             faulty(method, fault)
         async with joined(addresses["first"], prefer=["foreign"], block=OTHERS) as client:
             faulty(method, fault)
-            await asyncio.wait_for(_all_is_right(client), 20)
+            await asyncio.wait_for(_all_is_right(client), 50)
             assert method == "connect" or foreign.state["failed"] == 1
             await until(lambda: nothing_unfinished(client), 10)
     assert len([one for one in caught if "'foreign'" in str(one.message)]) == 1
@@ -127,7 +127,7 @@ async def test_without_another_one_there_is_a_typed_error(
                 await client.put_batch(VALUES)
             faulty(method, fault)
             with pytest.raises(ts.TransportError):
-                await asyncio.wait_for(_all_is_right(client), 20)
+                await asyncio.wait_for(_all_is_right(client), 50)
             await until(lambda: nothing_unfinished(client), 10)
             if method != "connect" or fault != "OSError":
                 faulty("", "")
@@ -160,11 +160,11 @@ async def test_abilities_that_fail(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
             faulty(method, fault)
-            await asyncio.wait_for(client.put("t", large), 20)
+            await asyncio.wait_for(client.put("t", large), 50)
             into = torch.zeros_like(large)
-            await asyncio.wait_for(client.get("t", into), 20)
+            await asyncio.wait_for(client.get("t", into), 50)
             assert torch.equal(into, large)
-            assert torch.equal(await asyncio.wait_for(client.get("t"), 20), large)
+            assert torch.equal(await asyncio.wait_for(client.get("t"), 50), large)
         assert foreign.state["failed"]
         await until(lambda: nothing_unfinished(client), 10)
 

@@ -157,7 +157,7 @@ async def test_a_put_that_is_cancelled_packs_no_more(volume: Volume) -> None:
             for fd in files
         ]
         task = asyncio.create_task(executor.by_link(await volume.link(Hanging), _put_of(tensors)))
-        await asyncio.wait_for(moving.wait(), 20)
+        await asyncio.wait_for(moving.wait(), 50)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -76,7 +76,7 @@ async def _check_details(client: ts.Client, name: str) -> None:
     assert caught.value.details == {"left": 3, "why": ["a", "b"]}
     for what in ("strange details", "cancelled"):
         with pytest.raises(ts.TransportError):
-            await asyncio.wait_for(ask(client, Letter(what), name), 5)
+            await asyncio.wait_for(ask(client, Letter(what), name), 50)
 
 
 async def test_memory_of_a_client_whose_relay_is_lost_waits_for_its_write(
@@ -93,7 +93,7 @@ async def test_memory_of_a_client_whose_relay_is_lost_waits_for_its_write(
         await until(held.exists, 10)
         relayed.uplink.silent = True
         with pytest.raises(ts.StoreClosedError):
-            await asyncio.wait_for(putting, 10)
+            await asyncio.wait_for(putting, 50)
         await until(lambda: nothing_unfinished(near), 10)
         assert not held.exists()  # by then it had arrived
         gate.unlink()
@@ -126,7 +126,7 @@ async def test_a_relay_that_is_lost_while_its_client_writes_over_tcp(tmp_path: P
                 await asyncio.wait([writing], timeout=0.01 * step)
                 relayed.uplink.silent = True
                 with pytest.raises((ts.StoreClosedError, ts.TransportError)):
-                    await asyncio.wait_for(writing, 10)
+                    await asyncio.wait_for(writing, 50)
             await until(lambda put=near: nothing_unfinished(put), 10)
             for number in range(3):
                 await near.put(f"{number}", other)

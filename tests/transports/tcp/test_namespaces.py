@@ -152,10 +152,12 @@ async def test_a_slow_link(space: Space) -> None:
         source, target = Local(20 * MB, data), Local(20 * MB)
         await link.write([source.copy()])
         took = math.inf
-        for _ in range(3):  # a busy machine may hold up one of them
+        for _ in range(20):  # a busy machine may hold up some of them
             began = time.monotonic()
             await link.read([target.copy()])
             took = min(took, time.monotonic() - began)
+            if 20 * MB * 8 / took > 100e6:
+                break
         assert target.raw == data
         assert 20 * MB * 8 / took < 230e6  # so it did go over the slow link
         assert 20 * MB * 8 / took > 100e6

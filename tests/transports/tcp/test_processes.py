@@ -28,7 +28,7 @@ async def test_a_volume_that_is_killed(write: bool) -> None:
         await began.wait()
         os.kill(there.pid, signal.SIGKILL)
         with pytest.raises(TransportError):
-            await asyncio.wait_for(moving, 10)
+            await asyncio.wait_for(moving, 50)
         assert link.unsettled == write
         link.close()
         await until(lambda: "torchstore-tcp" not in threads())

@@ -99,7 +99,7 @@ async def test_a_write_that_has_stalled_is_ended() -> None:
             sock.sendall(REQUEST.pack(WRITE, 0, one.welcome.volume, 1, MB, 0) + extent)
             sock.sendall(b"x" * (MB // 2))
             await until(lambda: one.memory[MB // 2 - 1] == ord("x"), 10)
-            await asyncio.wait_for(one.server.disconnect(PEER), 5)
+            await asyncio.wait_for(one.server.disconnect(PEER), 50)
             one.memory[:MB] = bytes(MB)
             sock.settimeout(5)
             with contextlib.suppress(ConnectionError):

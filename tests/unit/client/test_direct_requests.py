@@ -32,6 +32,6 @@ async def test_what_the_server_may_have_and_has_not_answered_is_asked_for_again(
             found = thread.submit(_answered, peer, channel, number)
             reply = await channel.call(put, m.Committed, 10, quick=True)
             assert reply.versions == [1]
-            assert found.result(10) == [number + 1000]
+            assert found.result(60) == [number + 1000]
         assert channel.unanswered() == []
     channel.close()

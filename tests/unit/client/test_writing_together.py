@@ -17,7 +17,7 @@ async def test_all_run_at_the_same_time() -> None:
     async def one() -> None:
         await barrier.wait()  # passes only when all three are here
 
-    await asyncio.wait_for(together([one(), one(), one()]), 5)
+    await asyncio.wait_for(together([one(), one(), one()]), 50)
 
 
 async def test_when_one_fails_the_others_have_stopped_and_its_error_is_raised() -> None:

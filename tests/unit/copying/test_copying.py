@@ -215,7 +215,7 @@ class Gate:
     def task(self) -> None:
         with self._lock:
             self.begun += 1
-        assert self.open.wait(20)
+        assert self.open.wait(60)
         with self._lock:
             self.ended += 1
 
@@ -237,7 +237,7 @@ async def test_small_batches_are_copied_by_the_caller() -> None:
 @pytest.mark.parametrize("nbytes", [0, LARGE])
 async def test_no_task_at_all_is_done_at_once(nbytes: int) -> None:
     """A batch of which another engine moves every byte, say."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await copying.run([], nbytes)
 
 
@@ -325,7 +325,7 @@ async def test_a_job_is_done_exactly_when_its_last_task_is() -> None:
     await until(lambda: gate.running == 3)
     assert not job.future.done()
     gate.open.set()
-    await asyncio.wait_for(job.future, 5)
+    await asyncio.wait_for(job.future, 50)
     assert gate.running == 0
     for worker in workers:
         worker.join()
@@ -353,7 +353,7 @@ def test_a_loop_that_closed_meanwhile_is_not_woken() -> None:
     worker.start()
     loop.close()
     gate.open.set()
-    worker.join(10)
+    worker.join(60)
     assert not worker.is_alive()
     assert gate.ended == 1
 
@@ -365,7 +365,7 @@ def test_a_forked_child_copies_with_threads_of_its_own() -> None:
     if pid == 0:
         try:
             ran: list[int] = []
-            asyncio.run(asyncio.wait_for(copying.run([lambda: ran.append(1)] * 4, LARGE), 10))
+            asyncio.run(asyncio.wait_for(copying.run([lambda: ran.append(1)] * 4, LARGE), 50))
             os.write(write, b"ok" if len(ran) == 4 else b"not all ran")
         finally:
             os._exit(0)
@@ -398,7 +398,7 @@ from torchstore_core.machine import copying
 names = set()
 barrier = threading.Barrier(3)
 def task():
-    barrier.wait(10)
+    barrier.wait(60)
     names.add(threading.current_thread().name)
 asyncio.run(copying.run([task] * 3, {LARGE}))
 print(len(names))

@@ -108,7 +108,7 @@ def test_a_keeper_whose_owner_has_ended_does_not_wait_for_ever() -> None:
         while keeper.stderr.readline() != "\n":
             assert keeper.poll() is None
         keeper.stdin.close()
-        assert keeper.wait(20) == 1
+        assert keeper.wait(60) == 1
 
 
 # The owner ends while its server hangs, in each life but the last; or is only slow, and hears it.
@@ -151,7 +151,7 @@ def test_a_server_that_hangs_does_not_outlive_its_owner(how: str) -> None:
         assert keeper.stderr.readline() == "\n"
         keeper.stdin.close()
         said = keeper.stderr.read()
-        assert keeper.wait(20) == 0, said
+        assert keeper.wait(60) == 0, said
     assert ("killing it" in said) == (how == "hangs"), said
 
 
@@ -277,7 +277,7 @@ def test_a_keeper_that_may_start_no_process_waits_until_it_may() -> None:
             said = keeper.stderr.readline()
             assert said, "the keeper has ended"
         keeper.stdin.close()
-        assert keeper.wait(20) == 0
+        assert keeper.wait(60) == 0
 
 
 # Its server leaves more with a keeper that is stopped than the kernel takes for it, and goes on.

@@ -91,7 +91,7 @@ def test_every_byte_arrives_in_its_place(here: list[Shape], there: list[Shape]) 
         rest = total - room
         while rest > 0:
             rest -= len(other.recv(rest))
-        thread.join(10)
+        thread.join(60)
     assert sent == [total]
     assert target.content == (source.content + bytes(room))[:room]
     assert target.gaps <= {0xEE}
@@ -103,7 +103,7 @@ def test_more_rows_than_the_kernel_takes_at_once(both: tuple[socket.socket, sock
     thread = threading.Thread(target=send_rows, args=(both[0].fileno(), source.rows))
     thread.start()
     assert receive_rows(both[1].fileno(), target.rows) == 38000
-    thread.join(10)
+    thread.join(60)
     assert target.content == source.content
 
 
@@ -149,7 +149,7 @@ def test_large_transfers_over_tcp(
     assert target.gaps <= {0xEE}
     assert far[1].getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
     far[1].shutdown(socket.SHUT_RDWR)
-    thread.join(10)
+    thread.join(60)
 
 
 @pytest.mark.parametrize("shapes", [[(3 << 20, 1, 0)], [(1000, 3000, 24)]])
@@ -170,7 +170,7 @@ def test_the_last_bytes_come_late(
     far[0].sendall(content[room - 1000 : room - 1])
     asyncio.run(until(lambda: _queued(far[1]) == 0, 20))
     far[0].sendall(content[room - 1 : room])
-    thread.join(20)
+    thread.join(60)
     assert got == [room]
     assert target.content == content[:room]
 

@@ -34,14 +34,14 @@ def memory():
 def warm_up(memory: SegmentMemory, nbytes: int) -> None:
     done = threading.Event()
     memory.prefault(nbytes, done.set)
-    assert done.wait(20)
+    assert done.wait(60)
 
 
 def settle() -> None:
     """Wait for background prefaults to end."""
     for thread in threading.enumerate():
         if thread.name == "torchstore-prefault":
-            thread.join(20)
+            thread.join(60)
             assert not thread.is_alive()
 
 

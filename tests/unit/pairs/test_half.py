@@ -21,7 +21,7 @@ async def test_a_pair_belongs_to_the_client_that_asked_for_it() -> None:
     served = half._served[1] = _Served(b"one", b"link", board, making)
     for asked in (p.Transfer(1, True, []), p.StoreCall(1, "set", "0/1", value=b"address")):
         with pytest.raises(TransportError, match="no pair 1"):
-            await asyncio.wait_for(half.handshake(b"other", p.encode(asked)), 5)
+            await asyncio.wait_for(half.handshake(b"other", p.encode(asked)), 50)
     assert await half.handshake(b"other", p.encode(p.Stop(1))) == b""
     assert half._served == {1: served}
     assert not served.given_up
@@ -43,10 +43,10 @@ async def test_a_batch_is_watched_until_it_ends_or_is_given_up(given_up: bool) -
     if given_up:
         await half.handshake(b"one", p.encode(p.Stop(1)))
         with pytest.raises(TransportError, match="given up"):
-            await asyncio.wait_for(watching, 5)
+            await asyncio.wait_for(watching, 50)
     else:
         batch.set_result(None)
-        assert await asyncio.wait_for(watching, 5) == p.ENDED
+        assert await asyncio.wait_for(watching, 50) == p.ENDED
 
 
 async def test_a_batch_that_takes_longer_than_a_handshake_goes_on(

@@ -40,10 +40,10 @@ class Backstage:
 
     def __exit__(self, *_: object) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(10)
+        self._thread.join(60)
         self.loop.close()
 
-    def do(self, work: Coroutine[Any, Any, T], timeout: float = 10.0) -> T:
+    def do(self, work: Coroutine[Any, Any, T], timeout: float = 60.0) -> T:
         """Run it there."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout)
 

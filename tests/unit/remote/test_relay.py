@@ -22,6 +22,7 @@ from tests.unit.remote.relays import Backstage, Relayed
 import torchstore_core as ts
 from torchstore_core.machine import topology
 from torchstore_core.server.remote import relay
+from torchstore_core.testing.timers import within
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import encode
 
@@ -214,7 +215,7 @@ async def test_a_wait_is_answered_by_a_poll(relayed: Relayed) -> None:
     assert not waiting.done()
     exchanges = relayed.uplink.calls["exchange"]
     await other.put("later", 1)
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, 50)
     assert relayed.uplink.calls["exchange"] == exchanges
     await ts.shutdown("direct")
     await ts.shutdown(relayed.address)
@@ -386,11 +387,10 @@ async def _direct(relayed: Relayed) -> AsyncIterator[ts.Client]:
 async def test_a_server_that_says_nothing_is_given_up(impatient: Relayed) -> None:
     """The engine may wait for ever for an actor that is dead."""
     client = await _client(impatient)
-    begun = time.monotonic()
-    impatient.uplink.silent = True
-    with pytest.raises(ts.StoreClosedError):
-        await client.get("k", timeout=20)
-    assert time.monotonic() - begun < 10
+    async with within(10):
+        impatient.uplink.silent = True
+        with pytest.raises(ts.StoreClosedError):
+            await client.get("k", timeout=20)
     await until(lambda: impatient.losses == 1)
     await ts.shutdown(impatient.address)
 

@@ -29,7 +29,7 @@ def test_jobs_are_done_once_and_reported() -> None:
         workers.submit(job(number), never)
         if number % 10 == 0:
             workers.hurry()
-    assert all_done.wait(20)
+    assert all_done.wait(60)
     workers.close()
     assert sorted(done) == list(range(50))
 
@@ -38,7 +38,7 @@ def test_others_help_when_somebody_waits() -> None:
     release, helped = threading.Event(), threading.Event()
 
     def stuck() -> Callable[[], None]:
-        release.wait(20)
+        release.wait(60)
         return lambda: None
 
     workers = Workers("test", 1, 5, lambda call: call())
@@ -46,7 +46,7 @@ def test_others_help_when_somebody_waits() -> None:
     workers.submit(lambda: helped.set, never)
     assert not helped.wait(0.05)
     workers.hurry()
-    assert helped.wait(20)
+    assert helped.wait(60)
     release.set()
     workers.close()
 
@@ -62,7 +62,7 @@ def test_a_job_that_fails_ends_no_thread_and_says_so(error: Exception) -> None:
     workers = Workers("test", 1, 0, lambda call: call())
     workers.submit(fails, failures.append)
     workers.submit(lambda: done.set, never)
-    assert done.wait(20)
+    assert done.wait(60)
     workers.close()
     assert failures == [error]
 
@@ -86,7 +86,7 @@ def test_a_system_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not done.is_set()
     workers.submit(lambda: done.set, never)
     workers.hurry()
-    assert done.wait(20)
+    assert done.wait(60)
     workers.close()
 
 
@@ -96,18 +96,18 @@ def test_close_leaves_what_waits() -> None:
 
     def stuck() -> Callable[[], None]:
         begun.set()
-        release.wait(20)
+        release.wait(60)
         return lambda: None
 
     workers = Workers("test", 1, 0, lambda call: call())
     workers.submit(stuck, never)
     workers.submit(lambda: lambda: later.append(1), never)
-    assert begun.wait(20)
+    assert begun.wait(60)
     closing = threading.Thread(target=workers.close)
     closing.start()
     while not workers._closed:
         pass
     release.set()
-    closing.join(20)
+    closing.join(60)
     assert not closing.is_alive()
     assert later == []

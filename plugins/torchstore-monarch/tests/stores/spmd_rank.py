@@ -21,7 +21,7 @@ SIZE = 300_000  # elements: too many to ride in a message
 
 
 async def start(arguments: dict[str, Any]) -> None:
-    await ts.initialize_spmd(**{"capacity": 64 << 20, "prefault": 0, "timeout": 30.0, **arguments})
+    await ts.initialize_spmd(**{"capacity": 64 << 20, "prefault": 0, "timeout": 100.0, **arguments})
 
 
 async def put(key: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -24,10 +25,12 @@ from tests.monarch.jobs import python_path, running
 from tests.processes import Program
 from tests.support import free_port, until
 
+from torchstore_monarch.spmd.starting import _reserved_port
+
 _PROGRAM = str(Path(__file__).with_name("spmd_rank.py"))
 _MARK = "TORCHSTORE_TEST_JOB"
 _RANKS = range(4)
-_PATIENCE_S = 40.0
+_PATIENCE_S = 150.0
 # The engine ends its processes some time after it has seen that the root is gone.
 _SOON_S = 20.0
 
@@ -122,7 +125,7 @@ class Ranks:
         for process in self.processes:
             process.kill()
             process.communicate()
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + 60.0
         while (left := self.of_store()) and time.monotonic() < deadline:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
@@ -209,7 +212,7 @@ async def test_why_rank_0_cannot_start_is_told_to_all_at_once(four: Ranks) -> No
     codes, messages, seconds = await four.refused(dict.fromkeys(_RANKS, too_much))
     assert codes == {"store-full"}
     assert all("rank 0: " in message for message in messages[1:])
-    assert seconds < 25  # and not the 30 of the time-out
+    assert seconds < 75  # and not the 100 of the time-out
     await four.nothing_left()
 
 
@@ -221,7 +224,7 @@ async def test_arguments_that_differ_are_named(four: Ranks) -> None:
     codes, messages, more = await four.refused({**each, 1: {"strategy": "no-such"}})
     assert codes == {"plugin"}
     assert all("no-such" in one for one in messages)
-    assert seconds + more < 25
+    assert seconds + more < 75
     await four.nothing_left()
 
 
@@ -261,6 +264,17 @@ async def test_killed_ranks_do_not_take_a_store_along_and_a_killed_root_leaves_n
         for rank in (1, 3):
             assert (await ranks.ask(rank, "put", "k"))["error"][0] == "store-closed"
             await ranks.do(rank, "leave")
+
+
+def test_a_port_is_kept_for_who_is_told_of_it() -> None:
+    with _reserved_port("127.0.0.1") as port, socket.socket() as other:
+        with pytest.raises(OSError) as caught:  # noqa: PT011 - its number says which
+            other.bind(("127.0.0.1", port))
+        assert caught.value.errno == errno.EADDRINUSE
+        with socket.create_server(("127.0.0.1", port)) as told:  # as the engine's listeners
+            told.settimeout(20)
+            with socket.create_connection(told.getsockname()), told.accept()[0]:
+                pass
 
 
 async def test_a_worker_says_that_its_port_is_taken() -> None:

@@ -18,6 +18,7 @@ from torchstore_core.contracts.transport import Copy, Link, LinkContext, Mapping
 from torchstore_core.errors import TransportError
 from torchstore_core.machine.tasks import wait_ended
 from torchstore_core.machine.virtual_memory import map_private, map_shared
+from torchstore_core.testing.timers import ends_within
 
 _kept: list[Any] = []
 
@@ -222,8 +223,8 @@ class Patient(SimpleLink):
 
     async def stopped(self, work: asyncio.Future[None]) -> None:
         await super().stopped(work)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.Event().wait(), 1.5)
+        nothing = asyncio.get_running_loop().create_future()
+        await ends_within(nothing, 2.0)  # a time that is as late as that of the kit
 
 
 class Polite(SimpleLink):

@@ -3,20 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
+from collections.abc import AsyncIterator
 from typing import Any
 
-__all__ = ["ends_within"]
+import pytest
 
-_SLICES = 20
+__all__ = ["ends_within", "within"]
+
+_SLICE_S = 0.02
 
 
 async def ends_within(work: asyncio.Future[Any], seconds: float) -> bool:
     """Return whether ``work`` ends before a timer that begins now: where the machine is too busy
-    for either, both are late. The timer is one of many short ones, one after the other, so that it
-    does not count for how long this process has stood still.
+    for either, both are late. The timer is one of many short ones, one after the other: each waits
+    for a processor as ``work`` does, and for how long this process stands still does not count.
     """
-    for _ in range(_SLICES):
-        await asyncio.wait([work], timeout=seconds / _SLICES)
+    for _ in range(math.ceil(seconds / _SLICE_S)):
+        await asyncio.wait([work], timeout=_SLICE_S)
         if work.done():
             return True
-    return False
+    return work.done()
+
+
+@contextlib.asynccontextmanager
+async def within(seconds: float) -> AsyncIterator[None]:
+    """Fail the test if what it does in this context does not end before such a timer. It is not
+    for what blocks the event loop: the timer waits for that.
+    """
+    ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    timing = asyncio.ensure_future(ends_within(ended, seconds))
+    try:
+        yield
+    finally:
+        if not timing.done():
+            ended.set_result(None)
+        in_time = await timing
+    if not in_time:
+        pytest.fail(f"it did not end within {seconds:g} s")

@@ -10,6 +10,7 @@ open. If all ranks are on one machine, the port is on the loopback, which every 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import select
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 import msgspec
 
@@ -109,10 +111,9 @@ async def _start_root(
     request = StoreRequest.of(msgspec.structs.replace(options, timeout=left), members=True)
     loopback = all(_is_loopback(worker) for worker in workers)
     ip = _ip(workers[0])  # of this host
-    order = RootOrder(
-        workers, msgspec.json.encode(request), loopback, f"tcp://{ip}:{_free_port(ip)}"
-    )
-    return StoreReport(sockets=await rendezvous.unless_failed(root.begin(order, left)))
+    with _reserved_port(ip) as port:
+        order = RootOrder(workers, msgspec.json.encode(request), loopback, f"tcp://{ip}:{port}")
+        return StoreReport(sockets=await rendezvous.unless_failed(root.begin(order, left)))
 
 
 async def _towards(env: SPMDEnv, rendezvous: Rendezvous) -> tuple[str, int]:
@@ -272,17 +273,18 @@ class WorkerProcess:
         deadline = time.monotonic() + timeout
         ip = _own_address(*towards)
         address = ""
-        for _ in range(_PORTS):  # another process may have taken a port meanwhile
-            address = f"tcp://{ip}:{_free_port(ip)}"
+        for _ in range(_PORTS):  # another process may have taken a port that it was not given
             left = max(0.1, deadline - time.monotonic())
-            command = [sys.executable, "-P", "-m", "torchstore_monarch.spmd.worker"]
-            process = subprocess.Popen(
-                [*command, address, str(left)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,
-            )
-            line = _line(process, left).strip()
+            with _reserved_port(ip) as port:
+                address = f"tcp://{ip}:{port}"
+                command = [sys.executable, "-P", "-m", "torchstore_monarch.spmd.worker"]
+                process = subprocess.Popen(
+                    [*command, address, str(left)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    start_new_session=True,
+                )
+                line = _line(process, left).strip()
             if line == b"ready":
                 if process.stdout is not None:
                     process.stdout.close()
@@ -340,7 +342,12 @@ def _own_address(master: str, port: int) -> str:
         ) from error
 
 
-def _free_port(ip: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((ip, 0))
-        return int(probe.getsockname()[1])
+@contextlib.contextmanager
+def _reserved_port(ip: str) -> Iterator[int]:
+    """Yield a TCP port that the system gives to nobody else meanwhile: this process keeps it bound.
+    Who is told of it can listen all the same, for listeners set SO_REUSEADDR.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((ip, 0))
+        yield int(held.getsockname()[1])

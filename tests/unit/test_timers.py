@@ -1,0 +1,38 @@
+"""The deadlines of tests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from torchstore_core.testing.timers import ends_within, within
+
+
+async def test_what_ends_before_the_timer_and_what_does_not() -> None:
+    for ends, seconds, in_time in ((0.0, 5.0, True), (5.0, 0.1, False)):
+        work = asyncio.ensure_future(asyncio.sleep(ends))
+        assert await ends_within(work, seconds) == in_time
+        work.cancel()
+    async with within(5.0):
+        await asyncio.sleep(0)
+    with pytest.raises(pytest.fail.Exception, match=r"did not end within 0\.05 s"):
+        async with within(0.05):
+            await asyncio.sleep(2.0)
+
+
+async def test_an_error_of_what_is_late_is_not_hidden() -> None:
+    async def fails_late() -> None:
+        async with within(0.02):
+            await asyncio.sleep(0.5)
+            raise ValueError("its own")
+
+    with pytest.raises(ValueError, match="its own"):
+        await fails_late()
+
+
+async def test_how_long_the_process_stands_still_does_not_count() -> None:
+    async with within(0.2):
+        await asyncio.sleep(0)
+        time.sleep(1.0)  # as if it had been stopped
