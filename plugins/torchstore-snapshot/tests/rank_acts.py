@@ -32,6 +32,7 @@ from torchstore_snapshot import (
 )
 from torchstore_snapshot.background import process
 from torchstore_snapshot.ranks import Ranks
+from torchstore_snapshot.storage import local
 from torchstore_snapshot.taking import take as taking
 
 SHAPES = {"even": (8, 6), "uneven": (7, 5), "small": (1, 3), "cube": (5, 4, 3), "wide": (2, 4096)}
@@ -70,6 +71,38 @@ def restore_sharded(folder: str, mesh_shape: list[int], spec: str) -> None:
         assert torch.equal(state[name].full_tensor(), full(name)), name
     assert state["same"] == 3
     assert state["equal"].tolist() == [0, 1, 2]
+
+
+def large(mesh_shape: list[int], spec: str, factor: int) -> DTensor:
+    values = torch.arange(300 * 4096, dtype=torch.int32).view(300, 4096) * factor
+    return distribute_tensor(values, mesh_of(tuple(mesh_shape)), placements(spec))
+
+
+def take_large(folder: str, mesh_shape: list[int], spec: str) -> None:
+    Snapshot.take(folder, {"m": StateDict(w=large(mesh_shape, spec, 1))}, fsync=False)
+
+
+def restore_large(folder: str, mesh_shape: list[int], spec: str) -> tuple[int, int]:
+    """How many bytes this rank reads from files of tensors, and how many its part has."""
+    seen: list[int] = []
+
+    class Counting(local.LocalReader):
+        def read_into(self, offset: int, buffer: Any) -> None:
+            seen.append(memoryview(buffer).nbytes)
+            super().read_into(offset, buffer)
+
+        def map(self) -> Any:
+            raise OSError("what is read from a mapping cannot be counted")
+
+    tensor = large(mesh_shape, spec, 0)
+    real, local.LocalReader = local.LocalReader, Counting  # type: ignore[misc]
+    try:
+        Snapshot(folder).restore({"m": StateDict(w=tensor)}, verify="streaming")
+    finally:
+        local.LocalReader = real  # type: ignore[misc]
+    expected = large(mesh_shape, spec, 1).to_local()
+    assert torch.equal(tensor.to_local(), expected)
+    return sum(seen), expected.nbytes
 
 
 def _sharded_tensor(name: str, values: bool) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -19,10 +20,12 @@ from torchstore_snapshot import (
     AppStateError,
     ForeignFileError,
     PendingSnapshot,
+    RNGState,
     Series,
     Snapshot,
     SnapshotNotFoundError,
     StateDict,
+    Stateful,
     gc,
     load_into_store,
     snapshot_store,
@@ -37,6 +40,47 @@ from torchstore_snapshot.dcp import (
 
 STATE = {"m": StateDict(w=torch.ones(4), n=1)}
 _NONE = [5, None, "", b"x", float("nan"), [], True, "a\0b", "\ud800", Path("s3://bucket/run")]
+
+
+#: What torchsnapshot 0.1.0 takes, in its order: an import is all that has to change. (Of
+#: ``storage_options``, which are last there, ours are fsspec's, and given by name.)
+TORCHSNAPSHOT = {
+    Snapshot: ["path", "pg"],
+    Snapshot.take: ["path", "app_state", "pg", "replicated"],
+    Snapshot.async_take: ["path", "app_state", "pg", "replicated"],
+    Snapshot.restore: ["self", "app_state", "strict"],
+    Snapshot.read_object: ["self", "path", "obj_out", "memory_budget_bytes"],
+    Snapshot.get_manifest: ["self"],
+    Snapshot.get_state_dict_for_key: ["self", "key"],
+    PendingSnapshot.wait: ["self"],
+    PendingSnapshot.done: ["self"],
+}
+
+
+def test_calls_of_torchsnapshot_are_taken(tmp_path: Path) -> None:
+    for call, names in TORCHSNAPSHOT.items():
+        every = inspect.signature(call).parameters.values()
+        assert [one.name for one in every][: len(names)] == names, call
+        assert all(
+            one.default is not one.empty or one.kind is one.VAR_KEYWORD
+            for one in list(every)[len(names) :]
+        ), call
+    state = {"m": StateDict(w=torch.arange(4.0), n=1), "rng": RNGState()}
+    assert all(isinstance(one, Stateful) for one in state.values())
+    Snapshot.take(str(tmp_path / "a"), state, None, ["m/*"])
+    pending = Snapshot.async_take(str(tmp_path / "b"), state, None, ["m/*"])
+    assert pending.wait().path == str(tmp_path / "b")
+    assert pending.done()
+    for name in ("a", "b"):
+        snapshot = Snapshot(str(tmp_path / name), None)
+        own: dict[str, Any] = {"m": StateDict(w=torch.zeros(4), n=0)}
+        snapshot.restore(own, True)
+        assert own["m"]["w"].tolist() == snapshot.get_state_dict_for_key("m")["w"].tolist()
+        assert own["m"]["n"] == 1
+        out = torch.zeros(4)
+        assert snapshot.read_object("0/m/w", out, 1 << 20) is out
+        assert out.tolist() == [0, 1, 2, 3]
+        assert "0/m/w" in snapshot.get_manifest()
 
 
 @pytest.mark.parametrize("path", _NONE, ids=repr)

@@ -54,6 +54,21 @@ async def test_any_layout_restores_to_any_other(
     assert all(torch.equal(whole[name], acts.full(name)) for name in acts.SHAPES)
 
 
+@pytest.mark.parametrize(
+    ("job", "other", "mesh", "spec"),
+    [("two", "four", [4], "0"), ("four", "two", [2], "0"), ("four", "one", [1], "0")],
+    ids=["2 to 4", "4 to 2", "4 to 1"],
+)
+async def test_each_rank_reads_the_bytes_of_its_own_parts(
+    jobs: Jobs, tmp_path: Path, job: str, other: str, mesh: list[int], spec: str
+) -> None:
+    """For parts that are not contiguous in their files, see ``storage/test_mapped_files.py``."""
+    folder = str(tmp_path / "s")
+    await jobs[job].run(acts.take_large, folder, [jobs[job].size], "0")
+    for read, own in await jobs[other].run(acts.restore_large, folder, mesh, spec):
+        assert read == own
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("spec", ["010", "0R1", "100"])
 async def test_a_mesh_of_three_dimensions(jobs: Jobs, tmp_path: Path, spec: str) -> None:

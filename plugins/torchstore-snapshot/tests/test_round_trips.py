@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from collections import Counter, OrderedDict, defaultdict
@@ -253,6 +254,30 @@ def test_twenty_thousand_tensors(tmp_path: Path) -> None:
     mine = torch.zeros_like(every)
     snapshot.restore({"m": StateDict({name: mine[i] for i, name in enumerate(stored)})})
     assert torch.equal(mine, every)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+def test_the_programs_of_its_readme_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for programs that used torchsnapshot, one for those of torch.distributed.checkpoint."""
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    first, second = re.findall(r"^```python\n(.*?)^```\n", text, re.M | re.S)
+    for number, code in enumerate((first, second)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        model = torch.nn.ModuleDict({"layers": torch.nn.Sequential(torch.nn.Linear(3, 2))})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        names = {"model": model, "optimizer": optimizer, "state": model.state_dict()}
+        exec(compile(code, f"README.md, program {number}", "exec"), names)
+        stored = Snapshot("run/step-100")
+        assert not stored.verify()
+        if code is first:
+            weight: Any = names["weight"]
+            assert torch.equal(weight, model["layers"][0].weight)
+            assert Snapshot("run/step-200").read_object("progress/step") == 0
+        else:
+            (path,) = [path for path in stored.get_manifest() if path.endswith("layers.0.weight")]
+            assert torch.equal(stored.read_object(path), model["layers"][0].weight)
 
 
 def test_an_import_and_formats_need_no_torch() -> None:

@@ -453,3 +453,53 @@ async def test_dtensors_are_cast_both_ways(jobs: Jobs, key: str, shape: Any):
     assert same(stored["numbers"], case._replace(dtype=torch.int32).full())
     assert (await ts.stat(key)).nbytes == case.full().numel() * (2 + 2 + 4)
     await jobs["two"].run(get_cast, key, case._replace(layout=COLUMNS))
+
+
+def experts_of(rank: int, seed: int) -> dict[str, torch.Tensor]:
+    return {
+        str(number): value_of((4, 30_000), torch.bfloat16, 100 * seed + number)
+        for number in range(2 * rank, 2 * rank + 2)
+    }
+
+
+async def put_experts(key: str, case: Case, owners: dict[int, int]) -> int:
+    """Of this rank: its shard of what is dense, and the experts that it owns, which are whole."""
+    own = owners.get(dist.get_rank())
+    state: dict[str, Any] = {"dense": case.mine(), "step": case.seed}
+    if own is not None:
+        state["experts"] = experts_of(own, case.seed)
+    return (await ts.put_state_dict(state, key)).version
+
+
+async def get_experts(key: str, case: Case, mine: int) -> None:
+    """Another rank's experts, in place, with its own shard of what is dense."""
+    wanted: dict[str, Any] = {
+        "dense": case.layout.empty(case.full(), mesh_of(case.layout.mesh)),
+        "experts": {name: t.clone().zero_() for name, t in experts_of(mine, case.seed).items()},
+    }
+    await ts.get_state_dict(key, wanted, strict=False, min_version=1)
+    assert same(wanted["dense"].to_local(), case.mine().to_local())
+    for name, tensor in experts_of(mine, case.seed).items():
+        assert same(wanted["experts"][name], tensor)
+
+
+async def test_experts_that_one_rank_has_belong_to_the_version_of_all(jobs: Jobs, key: str):
+    """Ranks hold different entries beside the shards of others: nothing of it is partial. From
+    version to version experts may move, also all to one rank; and there may be fewer.
+    """
+    layout = Layout((4,), (S(0),))
+    placements = [{0: 0, 1: 1, 3: 3}, {0: 3, 1: 0, 2: 1}, {2: 1}]
+    await jobs["four"].run(prepare, layout)
+    for version, owners in enumerate(placements, start=1):
+        case = Case((7, 9000), layout, seed=version)
+        first = await jobs["four"].run(put_experts, key, case, owners, only=[0, 1, 2])
+        assert first == [version] * 3
+        assert await ts.versions(key) == [version - 1] * (version > 1)
+        assert await jobs["four"].run(put_experts, key, case, owners, only=[3]) == [version]
+        got = await ts.get_state_dict(key)
+        assert got["step"] == version
+        assert same(got["dense"], case.full())
+        expected = {k: v for own in owners.values() for k, v in experts_of(own, version).items()}
+        assert got["experts"].keys() == expected.keys()
+        assert all(same(got["experts"][name], tensor) for name, tensor in expected.items())
+        await jobs["two"].run(get_experts, key, case._replace(layout=COLUMNS), 1)

@@ -51,6 +51,29 @@ def test_others_help_when_somebody_waits() -> None:
     workers.close()
 
 
+def test_they_come_after_what_clients_wait_for() -> None:
+    """But not those that help when a client does wait for them."""
+    release = threading.Event()
+    both = threading.Barrier(3)
+    found: list[int] = []
+
+    def priority() -> Callable[[], None]:
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        both.wait(20)
+        release.wait(20)
+        return lambda: None
+
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    workers = Workers("test", 1, 5, lambda call: call())
+    for _ in range(2):
+        workers.submit(priority, never)
+    workers.hurry()
+    both.wait(20)
+    release.set()
+    workers.close()
+    assert sorted(found) == [own, min(own + 5, 19)]
+
+
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), MemoryError(), OSError(5, "a disk")])
 def test_a_job_that_fails_ends_no_thread_and_says_so(error: Exception) -> None:
     done = threading.Event()

@@ -258,6 +258,26 @@ def test_a_tensor_of_a_thousand(store: Any) -> None:
     assert store.sent <= 20 + (64 << 10) + manifest
 
 
+def test_a_part_of_a_tensor_takes_its_own_bytes(store: Any) -> None:
+    """To restore it, too; of what lies close together, one request takes also what is between."""
+    whole = torch.randn(4096, 1024)
+    Snapshot.take(URL, {"m": StateDict(w=whole)})
+    manifest = len(open_storage(URL).read(MANIFEST))
+    rows = ts.TensorSlice((1000, 0), (1024, 1024), (4096, 1024))
+    mine = ts.TensorShard(torch.zeros(1024, 1024), rows)
+    for verify in ("streaming", False):
+        mine.tensor.zero_()
+        store.reset()
+        Snapshot(URL).restore({"m": StateDict(w=mine)}, verify=verify)
+        assert torch.equal(mine.tensor, whole[1000:2024])
+        assert store.sent <= mine.tensor.nbytes + (64 << 10) + manifest
+    columns = ts.TensorSlice((0, 512), (4096, 512), (4096, 1024))
+    store.reset()
+    assert torch.equal(Snapshot(URL).read_object("m/w", tensor_slice=columns), whole[:, 512:])
+    assert store.sent <= whole.nbytes + (64 << 10) + manifest
+    assert len(store.requests) <= 6
+
+
 def test_reads_are_coalesced_and_not_repeated(store: Any) -> None:
     many = {f"w{i}": torch.full((1000,), float(i)) for i in range(500)}
     Snapshot.take(URL, {"m": StateDict(many, big=torch.ones(5 << 20))})
