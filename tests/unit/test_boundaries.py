@@ -74,7 +74,7 @@ def after(code: str, *, modules: set[str]) -> list[str]:
         [sys.executable, "-P", "-c", program],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
         env={k: v for k, v in os.environ.items() if not k.startswith("TORCHSTORE_")},
     )

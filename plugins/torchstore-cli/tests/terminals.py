@@ -34,7 +34,7 @@ def on_a_terminal(width: int, *arguments: str, environment: Mapping[str, str]) -
             written = bytearray()
             while data := _read(ours):
                 written += data
-            _, err = process.communicate(timeout=30)
+            _, err = process.communicate(timeout=200)
         assert (process.returncode, err) == (0, b"")
     finally:
         os.close(ours)

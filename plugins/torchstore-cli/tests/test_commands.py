@@ -36,7 +36,7 @@ def _torchstore(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]
         env={**os.environ, "PYTHONPATH": str(site)},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=200,
         check=False,
     )
 

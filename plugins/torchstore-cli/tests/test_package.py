@@ -42,7 +42,7 @@ async def test_the_commands_of_its_readme_work() -> None:
                     env=environment,
                     capture_output=True,
                     text=True,
-                    timeout=60,
+                    timeout=200,
                 )
                 assert (done.returncode, done.stderr) == (0, "")
                 for shown in ("✓ a store works here", "1 key, 12 B", "deleted 1 key: policy/w"):

@@ -65,7 +65,7 @@ async def test_the_transcript_of_unrelated_terminals(tmp_path: Path) -> None:
             env=_environment(),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=200,
         )
         printed = "".join(
             line for line in others.splitlines(keepends=True) if not line.startswith("$ ")

@@ -113,7 +113,7 @@ def test_why_it_cannot_start(arguments: tuple[str, ...], code: str) -> None:
         env=QUIET,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 1
@@ -132,7 +132,7 @@ async def test_a_directory_to_spill_to_may_be_a_url(tmp_path: Path, directory: P
 @pytest.mark.parametrize("option", ["--timeout", "--wait"])
 def test_nan_is_no_number_of_seconds(option: str) -> None:
     command = [SCRIPT, "drain", "any", option, "nan"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 2
     assert "'nan' is not a number of seconds" in done.stderr
 

@@ -113,7 +113,7 @@ def job(
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):  # it ends just now
                     os.killpg(process.pid, signal.SIGTERM if torchrun else signal.SIGKILL)
-            process.communicate(timeout=30)
+            process.communicate(timeout=200)
 
 
 def nothing_left(server: dict[str, Any]) -> bool:

@@ -205,7 +205,7 @@ def test_ctrl_c_cancels_the_operation_under_way(bare: blocking.Client) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.005)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=200)
     finally:
         process.kill()
         process.wait()
@@ -301,7 +301,7 @@ def test_a_script_needs_no_event_loop_and_leaves_nothing() -> None:
         atexit.register(lambda: print(ts.get("k")))
         """
     )
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=200)
     assert not err
     first, second, third = out.splitlines()
     assert first.startswith("torchstore_core.blocking ObjectRef(key='k', version=1)")
@@ -337,7 +337,7 @@ def test_everything_works_while_the_interpreter_ends() -> None:
         print(os.waitpid(child, 0)[1], flush=True)
         """
     )
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=200)
     assert not err
     assert out.splitlines() == [f"{1 << 20}", "0", f"{1 << 20}"]
 

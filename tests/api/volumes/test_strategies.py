@@ -271,7 +271,7 @@ def test_the_names_that_users_know_lead_to_them() -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=True,
     )
     assert "pip install torchstore-strategies" in done.stdout

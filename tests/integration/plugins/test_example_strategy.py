@@ -41,7 +41,7 @@ def test_its_own_tests_pass(site: Path) -> None:
         env=environment(site),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stdout
@@ -84,7 +84,7 @@ def test_without_it_the_error_says_what_to_do() -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=True,
     )
     assert "no strategy is called 'pinned'" in done.stdout

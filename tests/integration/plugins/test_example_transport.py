@@ -41,7 +41,7 @@ def run_its_tests(site: Path) -> subprocess.CompletedProcess[str]:
         env=environment(site),
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=200,
         check=False,
     )
 

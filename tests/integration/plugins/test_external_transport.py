@@ -142,7 +142,7 @@ def pip(*arguments: str) -> None:
         [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

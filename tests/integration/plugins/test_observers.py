@@ -365,7 +365,7 @@ async def test_observers_that_do_not_load_are_said_once_and_in_status(
             [*tool, "status", "--json", "--address", server.address],
             capture_output=True,
             check=True,
-            timeout=30,
+            timeout=200,
         )
     lines = dict.fromkeys(line.partition(" ")[0] for line in printed.splitlines())
     assert list(lines) == ["LOG", "ERRORS", "SEEN"], printed

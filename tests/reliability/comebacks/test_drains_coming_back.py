@@ -38,7 +38,7 @@ async def test_draining_goes_on_and_nothing_is_lost() -> None:
         capacity=192 * MB,
         strategy="hash",
         repair_bandwidth=8 * MB,
-        timeout=60,
+        timeout=200,
     ):
         there = {f"k{at}": value(at) for at in range(60)}
         await ts.put_batch(there)

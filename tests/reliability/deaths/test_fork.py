@@ -308,6 +308,6 @@ async def test_a_forked_child_needs_no_threads_of_torch():
     child.kill()
     await ts.shutdown()
     """,
-        timeout=100,
+        timeout=200,
     )
     assert printed == "done\n"

@@ -345,7 +345,7 @@ def test_a_server_without_descriptors_says_so_when_it_starts(limit: int, keeper:
     options = {"capacity": 1 << 20, "prefault": 0, "keeper": keeper}
     command = f"ulimit -n {limit}; exec {sys.executable} -P -m torchstore_core.server"
     command += f" '{msgspec.json.encode(options).decode()}'"
-    ended = subprocess.run(["sh", "-c", command], capture_output=True, timeout=60, check=False)
+    ended = subprocess.run(["sh", "-c", command], capture_output=True, timeout=200, check=False)
     assert ended.returncode == 1
     assert msgspec.json.decode(ended.stdout)["error"] == "transport-not-ready"
     assert f"(its limit is {limit}; see ulimit -n)" in ended.stdout.decode()

@@ -93,7 +93,7 @@ def run(*parts: str, arguments: tuple[str, ...] = (), stdin: str = "") -> str:
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -261,7 +261,7 @@ def test_processes_of_one_program_have_their_own_classes(tmp_path: Path, how: st
             [sys.executable, str(tmp_path / "program.py"), how],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=200,
             check=False,
         )
         assert done.returncode == 0, done.stderr

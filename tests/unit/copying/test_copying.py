@@ -408,7 +408,7 @@ print(len(names))
         env={**os.environ, "TORCHSTORE_COPY_THREADS": "3"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=True,
     )
     assert done.stdout == "3\n"

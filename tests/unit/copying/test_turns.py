@@ -74,7 +74,7 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(counts: Path, body: str) -> None:
     environment = {**os.environ, "LD_PRELOAD": str(counts)}
-    subprocess.run([sys.executable, "-c", _COPIES + body], env=environment, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", _COPIES + body], env=environment, check=True, timeout=200)
 
 
 def test_all_that_takes_long_has_turns(counts: Path):

@@ -34,7 +34,7 @@ def lives(tmp_path: Path, *, ready: bool, last: int) -> tuple[int, int]:
     told = tmp_path / "lives"
     quiet = {**os.environ, "TORCHSTORE_LOG_LEVEL": "ERROR"}
     keeper = [sys.executable, "-c", PROGRAM, str(told), str(ready), str(last)]
-    ended = subprocess.run(keeper, env=quiet, timeout=60, stdout=subprocess.DEVNULL, check=False)
+    ended = subprocess.run(keeper, env=quiet, timeout=200, stdout=subprocess.DEVNULL, check=False)
     return len(told.read_text()), ended.returncode
 
 
@@ -74,7 +74,7 @@ raise SystemExit(keeping.Keeper(serve, print).run())
 
 def test_a_server_that_cannot_start_at_the_moment_is_not_given_up() -> None:
     program = [sys.executable, "-c", LATER]
-    ended = subprocess.run(program, text=True, timeout=60, stderr=subprocess.PIPE, check=False)
+    ended = subprocess.run(program, text=True, timeout=200, stderr=subprocess.PIPE, check=False)
     assert ended.returncode == 0, ended.stderr
 
 
@@ -174,7 +174,7 @@ raise SystemExit(Keeper(serve, print).run())
 
 def test_a_keeper_hears_the_longest_message() -> None:
     program = [sys.executable, "-c", LONG]
-    ended = subprocess.run(program, text=True, timeout=60, stderr=subprocess.PIPE, check=False)
+    ended = subprocess.run(program, text=True, timeout=200, stderr=subprocess.PIPE, check=False)
     assert ended.returncode == 0, ended.stderr
 
 
@@ -225,7 +225,7 @@ sys.exit(Keeper(serve, print).run())
 
 def run_without_descriptors(when: str) -> subprocess.CompletedProcess[str]:
     program = [sys.executable, "-c", WITHOUT_DESCRIPTORS, when]
-    return subprocess.run(program, text=True, timeout=60, stderr=subprocess.PIPE, check=False)
+    return subprocess.run(program, text=True, timeout=200, stderr=subprocess.PIPE, check=False)
 
 
 def test_a_keeper_without_descriptors_says_what_it_does_not_hold() -> None:
@@ -331,5 +331,5 @@ raise SystemExit(Keeper(serve, print).run())
 
 def test_a_server_does_not_wait_for_a_keeper_that_is_stopped() -> None:
     program = [sys.executable, "-c", STOPPED]
-    ended = subprocess.run(program, text=True, timeout=60, stderr=subprocess.PIPE, check=False)
+    ended = subprocess.run(program, text=True, timeout=200, stderr=subprocess.PIPE, check=False)
     assert ended.returncode == 0, ended.stderr

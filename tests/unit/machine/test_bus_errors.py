@@ -47,7 +47,7 @@ def ended_by(body: str, *arguments: str) -> tuple[int, str]:
         [sys.executable, "-c", _SETUP + body, *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     return done.returncode, done.stderr
 

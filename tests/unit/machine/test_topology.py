@@ -39,7 +39,9 @@ def test_another_process_of_this_host_has_the_same_host_id() -> None:
         "import msgspec, sys; from torchstore_core.machine.topology import probe; "
         "sys.stdout.buffer.write(msgspec.json.encode(probe()))"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=60)
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=True, timeout=200
+    )
     other = msgspec.json.decode(said.stdout, type=Topology)
     here = probe()
     assert other.pid != here.pid

@@ -31,7 +31,7 @@ __all__ = ["RuntimeConformance"]
 
 T = TypeVar("T")
 _MIB = 1 << 20
-_TIMEOUT_S = 60.0
+_TIMEOUT_S = 150.0
 
 # A program that joins the store from a process that does not belong to the engine.
 _JOIN = """

@@ -26,15 +26,19 @@ from torchstore_core.contracts.transport import (
 )
 from torchstore_core.errors import PluginError, TransportError
 from torchstore_core.machine import topology
-from torchstore_core.machine.processes import signal_name
+from torchstore_core.machine.processes import signal_name, stat_fields
 from torchstore_core.plugins.registry import Registry, load_class
 from torchstore_core.server.memory.isolated import IsolatedServer
 from torchstore_core.server.memory.segment import open_memory
 
 __all__ = ["Outcome", "check_plugins"]
 
-# Time limit for one plug-in: importing a large library from a cold disk is slow.
+# Time limit for one step of a plug-in: importing a large library from a cold disk is slow. What has
+# computed for a hundredth of that does not hang, and gets as much again, some times: the machine
+# may be slow, or busy.
 _LONGEST_S = 30.0
+_PERIODS, _SHARE = 4, 0.01
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _SEGMENT_BYTES = 1 << 16
 
 Named = tuple[str, str]  # group and name of a plug-in
@@ -103,21 +107,20 @@ async def _check_until_it_ends(task: _Task) -> list[Outcome]:
     )
     outcomes: list[Outcome] = []
     step = "starting to try it"
-    how = f"did not end within {_LONGEST_S:g} s"
+    how = ""
     try:
-        async with asyncio.timeout(_LONGEST_S) as limit:
-            while process.stdout is not None and len(outcomes) < len(task.plugins):
-                data = await process.stdout.readline()
-                if not data.endswith(b"\n"):
-                    how = f"ended the process ({_end(await process.wait())})"
-                    break
-                line = msgspec.json.decode(data, type=_Progress)
-                step = line.step or step
-                if line.outcome is not None:
-                    outcomes.append(line.outcome)
-                    limit.reschedule(asyncio.get_running_loop().time() + _LONGEST_S)
-    except TimeoutError:
-        pass  # ``how`` already describes it
+        while process.stdout is not None and len(outcomes) < len(task.plugins):
+            reading = asyncio.ensure_future(process.stdout.readline())
+            if how := await _hangs(process.pid, reading):
+                break
+            data = reading.result()
+            if not data.endswith(b"\n"):
+                how = f"ended the process ({_end(await process.wait())})"
+                break
+            line = msgspec.json.decode(data, type=_Progress)
+            step = line.step or step
+            if line.outcome is not None:
+                outcomes.append(line.outcome)
     finally:
         if process.returncode is None:
             process.kill()
@@ -125,6 +128,30 @@ async def _check_until_it_ends(task: _Task) -> list[Outcome]:
     if len(outcomes) < len(task.plugins):
         outcomes.append(Outcome(f"{step} {how}", ends_process=True))
     return outcomes
+
+
+async def _hangs(pid: int, reading: asyncio.Future[bytes]) -> str:
+    """Wait until a line has been read, or the process that is to write it seems to hang. Return how
+    long it was waited for, in words; an empty text if there is a line.
+    """
+    try:
+        periods, computes = 0, True
+        while computes and periods < _PERIODS:
+            before = _used_s(pid)
+            await asyncio.wait([reading], timeout=_LONGEST_S)
+            if reading.done():
+                return ""
+            computes = _used_s(pid) - before > _SHARE * _LONGEST_S
+            periods += 1
+        return f"did not end within {periods * _LONGEST_S:g} s"
+    finally:
+        reading.cancel()
+
+
+def _used_s(pid: int) -> float:
+    """The seconds of processors that a process has used; 0 if it has ended."""
+    fields = stat_fields(pid)
+    return sum(map(int, fields[11:13])) / _TICKS_PER_S
 
 
 def _end(status: int) -> str:

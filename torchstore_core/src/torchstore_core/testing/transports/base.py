@@ -15,6 +15,7 @@ import pytest
 from torchstore_core.contracts.transport import Link, Refusal, TransportSpec
 from torchstore_core.errors import PluginError, TransportError
 from torchstore_core.plugins.registry import load_class
+from torchstore_core.testing.timers import ends_within
 from torchstore_core.testing.transports.ends.endpoints import SEGMENT, Endpoints
 from torchstore_core.testing.transports.ends.hanging import hanging_call
 from torchstore_core.testing.transports.ends.host import Plugin
@@ -26,7 +27,7 @@ T = TypeVar("T")
 
 #: Where a server half may run: in a process of its own, or in the client's process.
 PLACES = ("process", "here")
-_TEST_S = 60.0
+_TEST_S = 150.0
 # The largest transfer may be as slow as over a slow network.
 _SLOW_BYTES_PER_S = 10e6
 _STRAY_S = 2.0
@@ -91,8 +92,7 @@ async def outcome(
 ) -> BaseException | None:
     """Return what ``work`` raises; None if it succeeds. Fails the test if it takes too long."""
     task = asyncio.ensure_future(work)
-    await asyncio.wait([task], timeout=within)
-    if not task.done():
+    if not await ends_within(task, within):
         task.cancel()
         fail(f"{what} took more than {within:g} s")
     return asyncio.CancelledError() if task.cancelled() else task.exception()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import Callable, Coroutine
@@ -13,6 +14,7 @@ import pytest
 from torchstore_core.contracts.transport import Link
 from torchstore_core.errors import TransportError
 from torchstore_core.testing import leftovers
+from torchstore_core.testing.timers import clock
 from torchstore_core.testing.transports.base import (
     TransportKit,
     check,
@@ -32,7 +34,7 @@ _ROUNDS = 8
 _NBYTES = 300_001
 _LONG = 12 << 20
 _ENDING = 3
-_CLOSE_S = 0.25
+_CLOSE_S, _CLOSES = 0.25, 5
 _CONNECT_S = 10.0
 
 
@@ -45,16 +47,16 @@ class ClosingTests(TransportKit):
 
         async def work(session: Session, _: Link) -> None:
             for used in (False, True):
-                took = []
-                for _try in range(3):  # the machine may be busy for once
+                took = [math.inf]
+                while len(took) <= _CLOSES and min(took) >= _CLOSE_S:  # the machine may be busy
                     link = await session.connect()
                     if used:
                         memory = Memory(pattern(1, _NBYTES))
                         await link.write([memory.copy(endpoints.take(_NBYTES))])
-                    began = time.monotonic()
+                    began = clock()
                     link.close()
                     link.close()
-                    took.append(time.monotonic() - began)
+                    took.append(clock() - began)
                 check(min(took) < _CLOSE_S, f"close() took {min(took):.2f} s: it must not block")
 
         self.with_link(endpoints, work)

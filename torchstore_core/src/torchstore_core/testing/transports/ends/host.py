@@ -50,7 +50,7 @@ _RECEIVE = 1 << 18
 # How much larger the second segment is: what is needed of it grows beyond the size of the first.
 _LARGER = 64 << 20
 # How long a volume may take to open.
-_OPEN_S = 45.0
+_OPEN_S = 120.0
 _ABANDON_S = 3.0
 _VOLUME_LOG = "torchstore_core.server.memory.volume"
 

@@ -26,7 +26,7 @@ from torchstore_core.wire.framing import FrameReader
 
 __all__ = ["Reach", "Session"]
 
-_SETTLE_S = 20.0
+_SETTLE_S = 60.0
 
 
 class Reach(msgspec.Struct, frozen=True):
