@@ -181,6 +181,54 @@ async def test_a_tied_destination_is_filled_from_whichever_name_is_stored(shared
     assert list(caught.value.details["mismatched"]) == ["head"]
 
 
+@SIZES
+@pytest.mark.parametrize("more", [0, 200])
+async def test_tied_destinations_of_different_values_are_refused(shared, k, rows, more):
+    """The model of the trainer has untied them: its reader got the first of both, silently."""
+    others = {f"{at}": torch.randn(3) for at in range(more)}
+    table, head = torch.randn(rows, COLUMNS), torch.randn(rows, COLUMNS)
+    await ts.put_state_dict({"embedding": table, "head": head, **others}, k)
+    mine = torch.zeros(rows, COLUMNS)
+    tied = {"embedding": mine, "head": mine.detach(), **others}
+    with pytest.raises(ts.LayoutMismatchError, match="as the destination ties the two") as caught:
+        await ts.get_state_dict(k, tied)
+    assert caught.value.details == {"overlapping": ["embedding", "head"]}
+    assert torch.equal(mine, table)  # whole, and no mixture
+    report = ts.StateDictReport()
+    assert await ts.get_state_dict(k, tied, strict=False, report=report) is tied
+    assert list(report.mismatched) == ["head"]
+    assert "not the same as" in report.mismatched["head"]
+    # Equal values may be stored twice, and be cast on their way.
+    await ts.put_state_dict({"embedding": table, "head": table.clone(), **others}, k)
+    mine.zero_()
+    await ts.get_state_dict(k, tied)
+    assert torch.equal(mine, table)
+    half = mine.bfloat16()
+    await ts.get_state_dict(k, {**tied, "embedding": half, "head": half}, cast=True)
+    await ts.put_state_dict({"embedding": half, "head": table, **others}, k)
+    await ts.get_state_dict(k, {**tied, "embedding": half, "head": half}, cast=True)
+    assert torch.equal(half, table.bfloat16())
+
+
+@SIZES
+async def test_tied_destinations_of_different_shards_are_refused(shared, k, rows):
+    whole = (2 * rows, COLUMNS)
+    halves = [ts.TensorSlice((at, 0), (rows, COLUMNS), whole) for at in (0, rows)]
+    first, second = torch.randn(rows, COLUMNS), torch.randn(rows, COLUMNS)
+    for rank, box in enumerate(halves):
+        other = (first.clone(), second)[rank]
+        shards = {"a": ts.TensorShard(first, box), "b": ts.TensorShard(other, box)}
+        await ts.put_state_dict(shards, k, participants=2, participant=rank)
+    for rank, box in enumerate(halves):
+        mine = ts.TensorShard(torch.zeros(rows, COLUMNS), box)
+        if rank == 0:
+            await ts.get_state_dict(k, {"a": mine, "b": mine})
+        else:
+            with pytest.raises(ts.LayoutMismatchError, match="ties the two"):
+                await ts.get_state_dict(k, {"a": mine, "b": mine})
+        assert torch.equal(mine.tensor, first)
+
+
 # ---- strict -------------------------------------------------------------------------------
 
 

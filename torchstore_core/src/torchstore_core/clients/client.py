@@ -606,7 +606,8 @@ class Client(VolumeOperations):
                 ``wait``.
             StoreTimeoutError: the version did not appear in time.
             LayoutMismatchError: names all entries that are missing, unexpected or mismatched, or
-                two whose destinations overlap in memory and are not the same.
+                two whose destinations overlap in memory and are not the same; or two that differ
+                and have the same destination, which has the first of them then.
         """
         pickle_too = self._moves_values(allow_pickle)
         with self._watch("get_state_dict", timeout, key) as clock:

@@ -15,7 +15,7 @@ from torchstore_core.clients.session.channel import Channel, MessageTooLargeErro
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.state_dicts.ties import PLAIN, Ties, are_apart
 from torchstore_core.clients.transfer.columns.gets import Named, names_and_tensors
-from torchstore_core.clients.transfer.gets import Reading, ValueRequest, asks_of
+from torchstore_core.clients.transfer.gets import Reading, ValueRequest, asks_of, differing
 from torchstore_core.clients.transfer.targets import (
     Plain,
     Target,
@@ -101,6 +101,21 @@ def _plan(key: str, user_state_dict: Any) -> Wanted:
             asks += parts
             places += [at] * len(parts)
     return Wanted(user_state_dict, leaves, asks, places, same_as)
+
+
+class Matching(NamedTuple):
+    """What a reply has for a reader's state dict.
+
+    Args:
+        targets, whole: what is filled, or made.
+        beside: what would be written to a tensor that has another value already, to compare it.
+        again: the positions of these, and of that value.
+    """
+
+    targets: list[Target]
+    whole: list[Plain]
+    beside: list[Target]
+    again: dict[int, int]
 
 
 class Filling(NamedTuple):
@@ -204,18 +219,42 @@ async def _fetch(
     _report_version(session, key, reply, how)
     if wanted is None:
         targets, whole = _whole(reply, starts)
-    else:
-        found = how.report if how.report is not None else StateDictReport()
-        targets, whole = _matching(wanted, reply, starts, found, cast=how.cast)
-        if found and how.strict:
-            what = f"{key!r} version {reply.version}"
-            raise mismatch_error(what, found, key, hint=_hint(wanted, found))
-        check_apart(targets, whole)
-        if found:
-            log.warning("%r version %d: %s", key, reply.version, in_words(found, _MOST_LOGGED))
-    values = await leasing.read(targets, how.allow_pickle, whole)
-    made = _rebuilt(key, reply, values) if wanted is None else _filled(wanted, targets, values)
+        values = await leasing.read(targets, how.allow_pickle, whole)
+        made = _rebuilt(key, reply, values)
+        return FetchResult(made, len(targets) + len(whole), reply.version)
+    found = how.report if how.report is not None else StateDictReport()
+    targets, whole, beside, again = _matching(wanted, reply, starts, found, cast=how.cast)
+    if found and how.strict:
+        what = f"{key!r} version {reply.version}"
+        raise mismatch_error(what, found, key, hint=_hint(wanted, found))
+    check_apart(targets, whole)
+    values = await leasing.read([*targets, *beside], how.allow_pickle, whole)
+    for at, first in differing(values, again):
+        names = wanted.asks[first].key, wanted.asks[at].key
+        _add_difference(key, names, found, strict=how.strict)
+    if found:
+        log.warning("%r version %d: %s", key, reply.version, in_words(found, _MOST_LOGGED))
+    made = _filled(wanted, targets, values)
     return FetchResult(made, len(targets) + len(whole), reply.version)
+
+
+def _add_difference(
+    key: str, names: tuple[str, str], report: StateDictReport, *, strict: bool
+) -> None:
+    """Two entries differ that were to be written to the same tensor: say so.
+
+    Raises:
+        LayoutMismatchError: ``strict`` is set.
+    """
+    what = f"it is not the same as {names[0]!r}, which was written to the same tensor"
+    report.mismatched[names[1]] = what
+    if strict:
+        raise LayoutMismatchError(
+            f"{names[1]!r} of {key!r}: {what}, as the destination ties the two. Give each of them "
+            "memory of its own, or leave one of them out (strict=False)",
+            key=key,
+            details={"overlapping": sorted(names)},
+        )
 
 
 def _report_version(session: Session, key: str, reply: m.Fetched, how: Filling) -> None:
@@ -308,10 +347,11 @@ def _matching(
     report: StateDictReport,
     *,
     cast: bool,
-) -> tuple[list[Target], list[Plain]]:
+) -> Matching:
     """Targets for the entries that match. Entries that do not are added to the report.
 
     Destinations that share memory are filled once, from the first of their entries that is stored.
+    Others are compared with it, unless they are stored once, too.
     """
     leaves = wanted.leaves
     report.mismatched = {}
@@ -334,16 +374,24 @@ def _matching(
     )
     if not wanted.same_as and all(one is not None and one.tensor is not None for one in plain):
         report.missing = []
-        return [], [one for one in plain if one is not None]
+        return Matching([], [one for one in plain if one is not None], [], {})
+    beside: list[Target] = []
+    again: dict[int, int] = {}
+    begins: dict[int, int] = {}  # the first request of each leaf
     asked = zip(asks, wanted.places, reply.entries, starts, plain, strict=True)
     for at, (ask, place, entry, start, easy) in enumerate(asked):
         memory = wanted.same_as.get(place, place)
+        piece = at - begins.setdefault(place, at)
         if entry is None:
             missing[place] = memory
             continue
+        first = begins[filled.get(memory, place)] + piece  # what has been written there already
         if easy is not None and easy.tensor is not None:
             if filled.setdefault(memory, place) == place:
                 whole.append(easy)
+            elif not _is_stored_once(entry, reply.entries[first]):
+                beside.append(msgspec.structs.replace(easy.target(), tensor=None))
+                again[at] = first
             continue
         if place == failed:
             continue
@@ -361,8 +409,17 @@ def _matching(
             continue
         if filled.setdefault(memory, place) == place:
             targets.append(target)
+        elif not _is_stored_once(entry, reply.entries[first]):
+            beside.append(msgspec.structs.replace(target, tensor=None))
+            again[at] = first
     report.missing = [leaves[at].name for at, memory in missing.items() if memory not in filled]
-    return targets, whole
+    return Matching(targets, whole, beside, again)
+
+
+def _is_stored_once(entry: m.Entry, other: m.Entry | None) -> bool:
+    """Whether two entries are the same bytes of the store, as tied weights are, or equal ones."""
+    what = entry.meta, entry.data, entry.grant, entry.parts
+    return other is not None and what == (other.meta, other.data, other.grant, other.parts)
 
 
 def _hint(wanted: Wanted, report: StateDictReport) -> str:

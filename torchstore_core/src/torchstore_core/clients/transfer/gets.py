@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -246,16 +246,25 @@ def _check_same(
     Raises:
         LayoutMismatchError: two are not. The tensor has the first of them.
     """
+    for at, first in differing(values, again):
+        both = [asks[first].key, asks[at].key]
+        raise LayoutMismatchError(
+            f"{both[0]!r} and {both[1]!r} were to be written to the same tensor, and differ: "
+            f"it has the value of {both[0]!r} now; give each of them memory of its own",
+            key=both[1],
+            details={"overlapping": sorted(both)},
+        )
+
+
+def differing(values: Mapping[int, Any], again: Mapping[int, int]) -> Iterator[tuple[int, int]]:
+    """Yield those values that are not the same as an earlier one, by their positions. A dtype that
+    is not that of the earlier one is cast first.
+    """
     for at, first in again.items():
         there = byte_like(values[first])
-        if not torch.equal(there, byte_like(values[at]).view(there.shape).to(there.device)):
-            both = [asks[first].key, asks[at].key]
-            raise LayoutMismatchError(
-                f"{both[0]!r} and {both[1]!r} were to be written to the same tensor, and differ: "
-                f"it has the value of {both[0]!r} now; give each of them memory of its own",
-                key=both[1],
-                details={"overlapping": sorted(both)},
-            )
+        other = byte_like(values[at].to(values[first].dtype))
+        if not torch.equal(there, other.view(there.shape).to(there.device)):
+            yield at, first
 
 
 async def _timelines(
