@@ -38,6 +38,7 @@ __all__ = [
     "halt",
     "load_all",
     "named_memory",
+    "noise",
     "open_files",
     "resume",
     "running_store",
@@ -273,6 +274,17 @@ def disk_of(folder: Path, nbytes: int) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def noise(nbytes: int, seed: int | None = None) -> torch.Tensor:
+    """Random bytes; with a seed, the same in every process. Eight are drawn at a time: to draw each
+    byte by itself takes four times as long.
+    """
+    import torch
+
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    words = torch.empty(-(-nbytes // 8), dtype=torch.int64)
+    return words.random_(-(1 << 63), None, generator=generator).view(torch.uint8)[:nbytes]
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.reliability.harness import is_running
-from tests.support import disk_of, open_files, running_store, until
+from tests.support import disk_of, noise, open_files, running_store, until
 
 import torchstore_core as ts
 from torchstore_cli.doctor.examination import examine
@@ -22,7 +22,7 @@ MB = 1 << 20
 
 def value(seed: int, nbytes: int = 4 * MB) -> torch.Tensor:
     """Bytes that no other seed has."""
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.manual_seed(seed))
+    return noise(nbytes, seed)
 
 
 async def away(key: str) -> int:

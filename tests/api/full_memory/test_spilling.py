@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support import bits, running_store, until
+from tests.support import bits, noise, running_store, until
 
 import torchstore_core as ts
 
@@ -20,8 +20,7 @@ MB = 1 << 20
 
 def value(seed: int, nbytes: int = 4 * MB) -> torch.Tensor:
     """Bytes that no other seed has."""
-    made = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.manual_seed(seed))
-    return made
+    return noise(nbytes, seed)
 
 
 @pytest.fixture

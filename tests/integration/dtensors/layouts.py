@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from tests.support import bits
+from tests.support import bits, noise
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -72,13 +72,11 @@ class Layout(NamedTuple):
 
 def value_of(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """A tensor of random bits, the same in every process."""
-    random = torch.Generator().manual_seed(seed)
     nbytes = math.prod(shape) * dtype.itemsize
-    high = 2 if dtype is torch.bool else 256
     if not nbytes:
         return torch.empty(tuple(shape), dtype=dtype)
-    raw = torch.randint(0, high, (nbytes,), dtype=torch.uint8, generator=random)
-    return raw.view(dtype).view(tuple(shape))
+    raw = noise(nbytes, seed)
+    return (raw & 1 if dtype is torch.bool else raw).view(dtype).view(tuple(shape))
 
 
 def roomy(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,6 +27,7 @@ from tests.support import (
     commands,
     emptied,
     halt,
+    noise,
     running_store,
     start_store,
     until,
@@ -166,11 +167,8 @@ class PairTests:
 
     async def test_thousands_of_pieces(self, shared: ts.Client) -> None:
         """Some are large, so that there is everything: messages of one piece and of many."""
-        torch.manual_seed(2)
         sizes = [1 + 37 * i % 4001 for i in range(9000)] + [MB, 9 * MB + 1, 100_000, 3]
-        values = {
-            f"{i}": torch.randint(0, 255, (n,), dtype=torch.uint8) for i, n in enumerate(sizes)
-        }
+        values = {f"{i}": noise(n, i) for i, n in enumerate(sizes)}
         for _ in range(2):
             await shared.put_batch(values)
             got = {key: torch.zeros_like(value) for key, value in values.items()}

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import torch
 from tests.integration.attacks.hostile import Raw
-from tests.support import turn, until
+from tests.support import noise, turn, until
 from tests.unit.remote.attached import CAPACITY, Attached, attached
 from tests.unit.remote.relays import Backstage
 
@@ -191,7 +191,7 @@ async def test_trimming_gives_back_what_is_free_and_nothing_else(
         assert torch.equal(await client.get("keep"), keep)
         assert torch.equal(held, keep)
         # What was given back can be used again.
-        again = torch.randint(0, 255, (50 * MB,), dtype=torch.uint8)
+        again = noise(50 * MB)
         await client.put("again", again)
         assert torch.equal(await client.get("again"), again)
         assert torch.equal(await client.get("keep"), keep)

@@ -18,7 +18,7 @@ import torch
 from tests.monarch import acts, dtensors
 from tests.monarch.api_apart import STATE_DICTS, TENSORS, run_tests
 from tests.monarch.jobs import Job
-from tests.support import bits, until
+from tests.support import bits, noise, until
 from tests.transports.tcp.proxy import Proxy, lead_through
 
 import torchstore_core as ts
@@ -120,11 +120,7 @@ _BOTH = pytest.mark.parametrize("stored", [["tcp", "monarch-rpc"]], indirect=Tru
 
 
 def _value(seed: int, nbytes: int) -> torch.Tensor:
-    """Numbers of eight bytes take a random number each, as bytes would."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-(1 << 63), (1 << 63) - 1, (nbytes // 8,), generator=generator).view(
-        torch.uint8
-    )
+    return noise(nbytes, seed)
 
 
 def _tree(seed: int, nbytes: int) -> dict[str, torch.Tensor]:

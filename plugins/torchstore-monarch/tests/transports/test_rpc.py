@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.monarch import acts
 from tests.monarch.jobs import Job
-from tests.support import until
+from tests.support import noise, until
 from tests.unit.remote.relays import Backstage
 
 import torchstore_core as ts
@@ -144,8 +144,7 @@ def _buffer(nbytes: int, fill: int = 0) -> torch.Tensor:
 
 
 def _random(nbytes: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+    return noise(nbytes, seed)
 
 
 async def _there_and_back(agent: _Agent, sizes: list[int], seed: int) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from tests.support import until
+from tests.support import noise, until
 
 from torchstore_core.contracts.transport import (
     Bid,
@@ -107,7 +107,7 @@ def _copy(tensor: torch.Tensor, offset: int) -> Copy:
 
 async def test_bytes_go_both_ways(volume: Volume) -> None:
     link = await volume.link()
-    sent = torch.randint(0, 256, (20 * MB,), dtype=torch.uint8)
+    sent = noise(20 * MB)
     small = [torch.full((n,), n, dtype=torch.uint8) for n in range(1, 60)]
     places = [30 * MB + 100 * at for at in range(len(small))]
     copies = [_copy(sent, 5), *map(_copy, small, places), Copy(0, 0, 0, 0)]
