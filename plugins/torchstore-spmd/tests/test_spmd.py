@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import pickle
 import re
 import signal
 import socket
@@ -367,6 +368,32 @@ async def test_what_hangs_at_the_port_is_waited_for_in_time_and_blocks_nobody() 
                 assert not joining.done()
                 with pytest.raises((ts.StoreTimeoutError, ts.StoreClosedError), match="rendezvous"):
                     await joining
+
+
+class _Touches:
+    """What runs code when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self._path,)
+
+
+async def test_what_others_put_into_the_rendezvous_is_not_unpickled(tmp_path: Path) -> None:
+    """Everybody on the network may write there."""
+    env = alone(1)
+    store = TCPStore("127.0.0.1", env.master_port, is_master=True, wait_for_workers=False)
+    ran = tmp_path / "ran"
+    assert pickle.loads(pickle.dumps(_Touches(ran))) is None
+    assert ran.exists()
+    ran.unlink()
+    for said in (pickle.dumps(_Touches(ran)), b"{}", b"\xff\x00", b"[" * 100_000):
+        store.set("torchstore/torchstore/0/current", said)
+        with pytest.raises(ts.StoreClosedError, match="rendezvous"):
+            await ts.initialize_spmd(env=env, timeout=10)
+    assert not ran.exists()
+    assert not server_children()
 
 
 def listens(port: int) -> bool:

@@ -12,6 +12,7 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import cloudpickle
 import msgspec
 import pytest
 import torch
@@ -261,6 +262,23 @@ async def test_a_reference_can_be_encoded_and_decoded_many_times(shared: ts.Clie
     assert states.count("held") == 6
     assert states.count("received") == 3
     await ts.free([received[0][0]])
+    await until_free()
+
+
+async def test_a_reference_is_held_in_what_cloudpickle_makes(shared: ts.Client):
+    """As Ray sends arguments, with buffers apart, and functions with what they refer to."""
+    ref = await ts.put_object(torch.ones(BIG))
+    original = ref.ref
+    buffers: list[pickle.PickleBuffer] = []
+    argument = cloudpickle.dumps({"ref": ref}, protocol=5, buffer_callback=buffers.append)
+    function = cloudpickle.dumps((lambda held: lambda: held)(ref))
+    del ref
+    gc.collect()
+    received = [pickle.loads(argument, buffers=buffers)["ref"], pickle.loads(function)()]
+    for one in received:
+        assert one.ref == original
+        assert (await ts.get(one)).sum() == BIG
+    await ts.free([received[0]])
     await until_free()
 
 
