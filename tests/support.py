@@ -37,6 +37,7 @@ __all__ = [
     "free_port",
     "halt",
     "load_all",
+    "loops_and_sockets",
     "named_memory",
     "noise",
     "open_files",
@@ -191,6 +192,13 @@ def open_files(pid: int | str = "self") -> dict[Path, str]:
         with contextlib.suppress(FileNotFoundError):
             found[link] = os.readlink(link)
     return found
+
+
+def loops_and_sockets() -> int:
+    """How many descriptors of this process are those of event loops and connections: other threads
+    open files now and then, for a moment.
+    """
+    return sum(file.startswith(("socket:", "anon_inode:")) for file in open_files().values())
 
 
 def has_loaded(pid: int, library: str) -> bool:

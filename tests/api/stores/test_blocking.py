@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.support import SMALL, turn, until
+from tests.support import SMALL, loops_and_sockets, turn, until
 
 import torchstore_core as ts
 import torchstore_core.blocking as blocking
@@ -138,12 +138,12 @@ def test_many_threads_at_once_and_none_leaves_a_connection(bare: blocking.Client
         for thread in threads:
             thread.join()
     assert not errors
-    fds = len(os.listdir("/proc/self/fd"))
+    before = loops_and_sockets()
     for _ in range(10):  # threads one after the other: each ends before the next one begins
         thread = threading.Thread(target=work, args=(0,))
         thread.start()
         thread.join()
-    assert len(os.listdir("/proc/self/fd")) <= fds
+    assert loops_and_sockets() <= before
     assert not errors
 
 

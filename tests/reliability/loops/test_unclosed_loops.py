@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import torch
 from tests.processes import run_script
-from tests.reliability.harness import fds
-from tests.support import SMALL, halt, turn, until
+from tests.support import SMALL, halt, loops_and_sockets, turn, until
 
 import torchstore_core as ts
 
@@ -349,10 +348,10 @@ def test_threads_that_call_without_await_leave_nothing_behind(entries: int):
     gc.collect()
     gc.disable()
     try:
-        before = fds()
+        before = loops_and_sockets()
         for _ in range(20):
             in_thread(work)
-        assert fds() <= before  # at once, with their threads
+        assert loops_and_sockets() <= before  # at once, with their threads
     finally:
         gc.enable()
     asyncio.run(until(lambda: _at_most(2), 10))

@@ -103,13 +103,22 @@ class Later(Late):
     """Says that everything has arrived, and writes it when it finds the time."""
 
     delay = 0.4
+    last = b""
 
     async def handshake(self, peer: bytes, request: bytes) -> bytes:
         if not request.startswith(b"write"):
             return await super().handshake(peer, request)
-        task = asyncio.ensure_future(self.later(request[5:]))
-        self.tasks.setdefault(peer, set()).add(task)
+        self.last = request[5:]
+        self._begin(peer)
         return b""
+
+    def _begin(self, peer: bytes) -> None:
+        task = asyncio.ensure_future(self.later(self.last))
+        self.tasks.setdefault(peer, set()).add(task)
+
+    async def disconnect(self, peer: bytes) -> None:
+        if peer in self.tasks:  # on a busy machine, all has been written by now
+            self._begin(peer)
 
 
 class SettledLink(PostingLink):

@@ -181,16 +181,20 @@ def private_runtime_directory() -> Iterator[None]:
 
 def until_empty(look: Callable[[], T], seconds: float) -> T:
     """Call ``look`` until its result is empty or the time has expired; return the last result. One
-    that takes long is called less often: what it waits for needs the processor, too.
+    that takes long is called less often: what it waits for needs the processor, too. The time is
+    that between the calls: how late they are does not count, and how long they take does only
+    beyond three times as much, for what they wait for may be as late.
     """
-    deadline = time.monotonic() + seconds
+    first, paused = time.monotonic(), 0.0
     while True:
         began = time.monotonic()
         left = look()
         now = time.monotonic()
-        if not left or now >= deadline:
+        if not left or paused >= seconds or now >= first + 4 * seconds:
             return left
-        time.sleep(min(max(_POLL_S, 10 * (now - began)), _LONGEST_POLL_S))
+        pause = min(max(_POLL_S, 10 * (now - began)), _LONGEST_POLL_S)
+        time.sleep(pause)
+        paused += pause
 
 
 def left_by(
