@@ -342,6 +342,33 @@ def test_everything_works_while_the_interpreter_ends() -> None:
     assert out.splitlines() == [f"{1 << 20}", "0", f"{1 << 20}"]
 
 
+@pytest.mark.local_only
+def test_what_comes_too_late_at_the_exit_is_told_so() -> None:
+    """It was told that the server, and its keeper, were gone, as if they had died."""
+    process = _program(
+        f"""
+        import atexit, os, torchstore_core.blocking as ts
+        os.environ.pop("TORCHSTORE_ADDRESS", None)
+
+        def use() -> None:
+            try:
+                print(ts.keys())
+            except ts.StoreClosedError as error:
+                print(error)
+
+        atexit.register(use)
+        ts.initialize(**{SMALL!r})
+        atexit.register(use)
+        """
+    )
+    out, err = process.communicate(timeout=60)
+    assert not err
+    early, late = out.splitlines()
+    assert early == "[]"
+    assert "has ended with this process, which started it and is exiting" in late
+    assert "after `initialize`" in late
+
+
 def test_a_small_put_costs_little_more_than_an_awaited_one(bare: blocking.Client) -> None:
     """No hand-over between threads, which alone would take longer than this allows."""
     before = threading.active_count()

@@ -6,6 +6,8 @@ import importlib
 import itertools
 import os
 import random
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -17,7 +19,7 @@ from typing import Any
 import pytest
 
 from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFacts
-from torchstore_core.testing import StrategyConformance
+from torchstore_core.testing import StrategyConformance, strategies
 
 _count = itertools.count()
 _remembered: dict[tuple[str, ...], int] = {}
@@ -177,3 +179,39 @@ def test_what_an_import_reads_is_not_what_place_reads(
 def test_a_kit_without_make_says_so() -> None:
     with pytest.raises(pytest.fail.Exception, match=r"must define make\(\)"):
         StrategyConformance().test_copies_and_by_key_make_sense()
+
+
+BLOCKING = """
+import time
+from torchstore_core.contracts.strategy import Strategy
+from torchstore_core.testing import StrategyConformance
+
+class Blocking(Strategy, frozen=True, tag="blocking"):
+    def place(self, client, volumes, nbytes, keys=()):
+        while True:
+            time.sleep(0.01)
+
+class TestBlocking(StrategyConformance):
+    gives_up_after = 0.1
+
+    def make(self):
+        return Blocking()
+"""
+
+
+def test_a_place_that_does_not_return_is_named(tmp_path: Path) -> None:
+    """The kit waited for ever, and said nothing."""
+    path = tmp_path / "test_blocking.py"
+    path.write_text(BLOCKING)
+    options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "-k", "names_enough"]
+    command = [sys.executable, "-m", "pytest", *options, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "not done after 0.1 s: Blocking.place has not returned" in done.stdout
+    assert "it is at test_blocking.py:" in done.stdout
+
+
+def test_what_returns_in_time_is_not_interrupted() -> None:
+    before = signal.getsignal(signal.SIGUSR2)
+    with strategies._interrupted(60):
+        assert signal.getsignal(signal.SIGUSR2) is not before
+    assert signal.getsignal(signal.SIGUSR2) is before

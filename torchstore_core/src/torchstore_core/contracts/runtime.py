@@ -58,12 +58,14 @@ class Runtime(ABC):
             started; None: the one that :meth:`start` returned. Set by :meth:`start`.
         ranks: the rank and local rank of this process, if the runtime was given them; None: those
             of the environment (RANK, LOCAL_RANK).
+        exiting: whether the store was ended because this process exits. Set by the runtime.
     """
 
     shared: bool = False
     keeps: bool = False
     local_address: str | None = None
     ranks: tuple[int | None, int | None] | None = None
+    exiting: bool = False
 
     @abstractmethod
     async def start(self, options: StoreOptions, mesh: object | None) -> str:

@@ -38,10 +38,12 @@ class ServerProcess:
 
     Attributes:
         server_pid: of the server, once it has started.
+        exiting: see ``contracts.runtime.Runtime``.
     """
 
     def __init__(self) -> None:
         self.server_pid = 0
+        self.exiting = False
         self._process: subprocess.Popen[bytes] | None = None
         self._path = self._directory = ""
         self._owner = os.getpid()
@@ -199,5 +201,6 @@ class ServerProcess:
         if os.getpid() != self._owner:
             self._process.returncode = 0  # the parent waits for it; prevents Popen's warning here
             return
+        self.exiting = True
         self._process.terminate()
         self._end(_KILL_AFTER_S)

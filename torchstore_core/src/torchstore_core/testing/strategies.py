@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import os
 import random
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import msgspec
 import pytest
@@ -20,6 +23,7 @@ from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFact
 from torchstore_core.errors import PluginError
 from torchstore_core.plugins.registry import Registry
 from torchstore_core.plugins.strategy_data import decode_strategy, encode_strategy
+from torchstore_core.server.stalled_loop import module_of, place_of
 
 __all__ = ["StrategyConformance"]
 
@@ -193,6 +197,37 @@ def _put_clocks_on(
         patch.setattr(owner, name, new)
 
 
+@contextlib.contextmanager
+def _interrupted(after: float) -> Iterator[None]:
+    """Interrupt what takes longer than ``after`` seconds, if this is the main thread."""
+    main = threading.main_thread()
+    if threading.current_thread() is not main or main.ident is None:
+        yield
+        return
+
+    def late(_: int, frame: FrameType | None) -> NoReturn:
+        theirs: list[FrameType] = []
+        while frame is not None and module_of(frame) != __name__:
+            theirs.append(frame)
+            frame = frame.f_back
+        where = "the kit still asks"
+        if theirs:
+            call = theirs[-1].f_code.co_qualname
+            where = f"{call} has not returned, it is at {place_of(theirs[0])}"
+        pytest.fail(f"not done after {after:g} s: {where}", pytrace=False)
+
+    before = signal.signal(signal.SIGUSR2, late)
+    timer = threading.Timer(after, signal.pthread_kill, (main.ident, signal.SIGUSR2))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        signal.signal(signal.SIGUSR2, before)
+
+
 def _check(holds: bool, what: str) -> None:
     if not holds:
         pytest.fail(what, pytrace=False)
@@ -224,10 +259,18 @@ class StrategyConformance:
         uses_all: whether a put is tried on every volume before it fails. Set this to False for a
             strategy that deliberately restricts itself; if volumes are lost, there may then be no
             volume for some of its keys.
+        gives_up_after: seconds after which a test fails, and says where the strategy is.
     """
 
     installed: ClassVar[bool] = True
     uses_all: ClassVar[bool] = True
+    gives_up_after: ClassVar[float] = 60.0
+
+    @pytest.fixture(autouse=True)
+    def _gives_up(self) -> Iterator[None]:
+        """Fail a test in which the strategy does not return; pytest would wait for ever."""
+        with _interrupted(self.gives_up_after):
+            yield
 
     def make(self) -> Strategy:
         """Return the strategy to test; every call must return a new, equal one."""

@@ -104,6 +104,12 @@ class JoinedStore:
         try:
             made = await Session.open(where, self.policy, timeout, self.ranks, self._what_to_do())
         except StoreClosedError as error:
+            if self.runtime is not None and self.runtime.exiting:
+                raise StoreClosedError(
+                    f"store {self.store_name!r} has ended with this process, which started it and "
+                    "is exiting. What uses it at the exit must be registered (`atexit.register`) "
+                    "after `initialize`: what was registered last is called first"
+                ) from error
             raise StoreClosedError(
                 f"{self._no_server()} ({error.message}). {self._what_to_do()}, `await "
                 "connect(address)` joins it where it is",
