@@ -164,9 +164,15 @@ async def _live(client: ts.Client) -> None:
     await client.delete("large")
 
 
-async def test_the_server_process_never_maps_torch(store, runtime):
+@pytest.fixture
+def no_engine(runtime: str) -> None:
+    """Where there is one, it is in the controller's process, and larger."""
     if runtime == "monarch":
         pytest.skip("the engine itself is in the controller's process, and larger")
+
+
+@pytest.mark.usefixtures("no_engine")
+async def test_the_server_process_never_maps_torch(store):
     await _live(store)
     pid = (await ts.status()).controller_pid
     libraries = re.compile(r"libtorch|libc10|numpy|/_pickle\.")
@@ -222,9 +228,8 @@ async def test_a_server_finds_plug_ins_on_a_path_that_is_new_to_it(tmp_path, mon
     assert [error for error in status.plugin_errors if "only_there" in error]
 
 
-async def test_an_empty_server_is_small(store, runtime):
-    if runtime == "monarch":
-        pytest.skip("the engine itself is in the controller's process, and larger")
+@pytest.mark.usefixtures("no_engine")
+async def test_an_empty_server_is_small(store):
     pid = (await ts.status()).controller_pid
     status = Path(f"/proc/{pid}/status").read_text()
     (kilobytes,) = re.findall(r"VmRSS:\s+(\d+) kB", status)

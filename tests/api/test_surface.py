@@ -199,14 +199,14 @@ async def test_every_operation_by_store_name_and_on_a_client():
             await client.keys()
 
 
-async def test_connect_or_initialize_gives_what_is_there(store):
-    await store.put("k", 1)
+async def test_connect_or_initialize_gives_what_is_there(shared, k):
+    await shared.put(k, 1)
     again = await ts.connect_or_initialize(capacity=16 << 20)
-    assert again.address == store.address
-    assert await again.get("k") == 1
+    assert again.address == shared.address
+    assert await again.get(k) == 1
 
 
-async def test_status_tells_what_is_going_on(store, runtime):
+async def test_status_tells_what_is_going_on(shared, runtime):
     await ts.put_batch({"t": torch.ones(300_000), "o": 1})
     status = await ts.status()
     assert status.store_name == "torchstore"
@@ -229,10 +229,10 @@ async def test_status_tells_what_is_going_on(store, runtime):
     assert msgspec.json.encode(status)  # it is plain data
 
 
-async def test_stat_tells_about_a_key(store):
+async def test_stat_tells_about_a_key(shared, k):
     before = time.time()
-    await ts.put("t", torch.ones(300, 1000, dtype=torch.bfloat16).t())
-    found = await ts.stat("t")
+    await ts.put(k, torch.ones(300, 1000, dtype=torch.bfloat16).t())
+    found = await ts.stat(k)
     assert (found.meta.dtype, found.meta.shape) == ("bfloat16", (1000, 300))
     assert found.nbytes == 600_000
     assert found.version == 1
@@ -241,7 +241,7 @@ async def test_stat_tells_about_a_key(store):
 
 
 async def test_explain_names_bids_and_refusals():
-    async with running_store(block=["inline"]) as client:
+    async with running_store(store_name="other", block=["inline"]) as client:
         (volume,) = await client.explain()
         assert volume["chosen"] == "shm"
         assert {bid["transport"] for bid in volume["bids"]} >= {"shm"}
@@ -252,7 +252,7 @@ async def test_explain_names_bids_and_refusals():
 
 
 @pytest.mark.parametrize("nbytes", ["a key", None, 1.5, -1])
-async def test_explain_takes_a_number_of_bytes(store, nbytes):
+async def test_explain_takes_a_number_of_bytes(shared, nbytes):
     with pytest.raises(ts.UnsupportedValueError, match=r"explain takes a number of bytes"):
         await ts.explain(nbytes)
 
@@ -260,42 +260,43 @@ async def test_explain_takes_a_number_of_bytes(store, nbytes):
 # ---- timeouts -----------------------------------------------------------------------------
 
 
-async def test_timeouts_hold_when_the_server_hangs(store):
+async def test_timeouts_hold_when_the_server_hangs(shared, k):
     """A stopped server answers nobody: every operation ends with a typed error, in time."""
     tensor = torch.ones(300_000)
-    await ts.put_batch({"t": tensor, "o": 1})
-    held = await ts.get("t")
+    t, o = f"{k}/t", f"{k}/o"
+    await ts.put_batch({t: tensor, o: 1})
+    held = await ts.get(t)
     pid = (await ts.status()).controller_pid
     await halt(pid)
     try:
         calls = asyncio.gather(
             *(
                 call
-                for door in (ts, store)
+                for door in (ts, shared)
                 for call in (
-                    door.put("o", 2, timeout=0.3),
-                    door.put("t", tensor, timeout=0.3),
-                    door.put_batch({"t": tensor, "o": 2}, timeout=0.3),
-                    door.get("o", timeout=0.3),
-                    door.get("t", timeout=0.3),
-                    door.get("t", torch.zeros(300_000), timeout=0.3),
-                    door.get_batch(["t", "o"], timeout=0.3),
-                    door.put_state_dict({"w": tensor}, "m", timeout=0.3),
-                    door.put_state_dict({"w": tensor}, "m", blocking=False, timeout=0.3),
-                    door.get_state_dict("m", timeout=0.3),
-                    door.get_state_dict("m", {"w": tensor}, min_version=1, timeout=0.3),
-                    door.versions("o", timeout=0.3),
-                    door.latest_version("o", timeout=0.3),
-                    door.delete("o", timeout=0.3),
-                    door.delete_batch(["o"], timeout=0.3),
-                    door.exists("o", timeout=0.3),
+                    door.put(o, 2, timeout=0.3),
+                    door.put(t, tensor, timeout=0.3),
+                    door.put_batch({t: tensor, o: 2}, timeout=0.3),
+                    door.get(o, timeout=0.3),
+                    door.get(t, timeout=0.3),
+                    door.get(t, torch.zeros(300_000), timeout=0.3),
+                    door.get_batch([t, o], timeout=0.3),
+                    door.put_state_dict({"w": tensor}, k, timeout=0.3),
+                    door.put_state_dict({"w": tensor}, k, blocking=False, timeout=0.3),
+                    door.get_state_dict(k, timeout=0.3),
+                    door.get_state_dict(k, {"w": tensor}, min_version=1, timeout=0.3),
+                    door.versions(o, timeout=0.3),
+                    door.latest_version(o, timeout=0.3),
+                    door.delete(o, timeout=0.3),
+                    door.delete_batch([o], timeout=0.3),
+                    door.exists(o, timeout=0.3),
                     door.keys(timeout=0.3),
-                    door.wait("o", timeout=0.3),
-                    door.stat("o", timeout=0.3),
+                    door.wait(o, timeout=0.3),
+                    door.stat(o, timeout=0.3),
                     door.status(timeout=0.3),
                 )
             ),
-            ts.connect(store.address, store_name="late", timeout=0.3),
+            ts.connect(shared.address, store_name="late", timeout=0.3),
             return_exceptions=True,
         )
         assert await ends_within(calls, 5)
@@ -304,14 +305,14 @@ async def test_timeouts_hold_when_the_server_hangs(store):
     finally:
         os.kill(pid, signal.SIGCONT)
     assert held.all()
-    await ts.put("o", 3)
-    assert await ts.get("o") == 3
-    assert torch.equal(await ts.get("t"), tensor)
+    await ts.put(o, 3)
+    assert await ts.get(o) == 3
+    assert torch.equal(await ts.get(t), tensor)
     assert (await ts.status()).volumes[0].unfinished_bytes == 0
 
 
 async def test_the_default_timeout_is_the_one_of_initialize():
-    async with running_store(timeout=5.0) as client:
+    async with running_store(store_name="other", timeout=5.0) as client:
         quick = await ts.connect(client.address, store_name="quick", timeout=1.5)
         pid = (await client.status()).controller_pid
         await halt(pid)
@@ -328,10 +329,10 @@ async def test_the_default_timeout_is_the_one_of_initialize():
         await ts.shutdown("quick")
 
 
-async def test_timeouts_that_make_no_sense(store):
-    await ts.put("k", 1)
+async def test_timeouts_that_make_no_sense(shared, k):
+    await ts.put(k, 1)
     for timeout in (-1, -0.001, float("nan")):
         with pytest.raises(ts.ConfigurationError, match="timeout"):
-            await ts.get("k", timeout=timeout)
-    assert await ts.get("k", timeout=float("inf")) == 1
-    assert await ts.get("k", timeout=10**6) == 1
+            await ts.get(k, timeout=timeout)
+    assert await ts.get(k, timeout=float("inf")) == 1
+    assert await ts.get(k, timeout=10**6) == 1

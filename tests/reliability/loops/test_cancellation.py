@@ -30,7 +30,7 @@ from tests.support import start_store, turn, until
 
 import torchstore_core as ts
 
-LARGE = 12 * MB
+LARGE = 6 * MB
 ROUNDS = 40
 
 Begin = Callable[..., Awaitable[Any]]

@@ -36,7 +36,7 @@ async def store() -> AsyncIterator[ts.Client]:
 
 
 _INTERRUPTED = """
-import ctypes, mmap, os, signal, threading, traceback
+import ctypes, mmap, os, signal, threading, time, traceback
 from torchstore_snapshot import Snapshot, StateDict
 from torchstore_snapshot.background import process
 memory = mmap.mmap(-1, 64 << 20)
@@ -49,9 +49,8 @@ def interrupt(*_):
 
 def when_it_waits(thread=threading.main_thread()):
     # Two batches are staged, and the third one has to wait for the writer, which stands still.
-    while True:
-        if process._current._jobs and sum("/" in key for key in staged()) == 2:
-            break
+    while not process._current._jobs or sum("/" in key for key in staged()) != 2:
+        time.sleep(0.01)
     signal.pthread_kill(thread.ident, signal.SIGUSR1)
 
 def staged():
