@@ -154,6 +154,8 @@ def _report(
 
 def _check_comparisons(metrics: dict[str, dict[str, Any]], shown: str) -> None:
     """Every number follows from the values of its rounds."""
+    rows = [line.split("│") for line in shown.splitlines() if line.startswith("│")]
+    names = " ".join(" ".join(row[1] for row in rows).split())  # long ones take two lines
     for metric in metrics.values():
         assert min(metric["values"]) > 0
         assert metric["median"] == statistics.median(metric["values"])
@@ -166,7 +168,7 @@ def _check_comparisons(metrics: dict[str, dict[str, Any]], shown: str) -> None:
             elif one["target"] is not None:
                 reached = one["ratio"]["median"] <= one["target"]
             assert one["ok"] is reached
-        assert metric["name"] in shown
+        assert metric["name"] in names
 
 
 async def _check_nothing_is_left(report: dict[str, Any]) -> None:
@@ -309,3 +311,57 @@ async def test_the_pause_of_a_restart_is_measured_and_what_comes_back_is_verifie
         pause = metrics[f"pause when the server of {count} keys is killed"]
         assert pause["target"] == 1000
         assert min(pause["values"]) > 10  # a process was started, and it has read its log
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(500)
+async def test_the_figures_of_an_object_store_are_measured_and_verified(tmp_path: Path) -> None:
+    """References, values that go through a small store to disk and back, and many keys."""
+    chosen = ["spilling", "references", "keys"]
+    sizes = ["--quick", "--gb", "0.004", "--repeat", "1", "--cycles", "50"]
+    done = _run(tmp_path, *sizes, "--only", *chosen, timeout=450)
+    report, metrics = _report(done, tmp_path, chosen)
+    for title in ("1 KB", "64 MB"):
+        floors = [one["floor"] for one in metrics[f"put_object, get, del {title}"]["comparisons"]]
+        assert floors[-1].startswith(("put, get, delete by key", "ray"))
+    through = [metric for name, metric in metrics.items() if name.startswith("spill and bring")]
+    (disk,) = through[0]["comparisons"]
+    assert (disk["target"], disk["bound"]) == (0.8, "at least")
+    others = metrics["get 1 KB meanwhile, p99"]["comparisons"][0]
+    assert (others["target"], others["bound"]) == (3.0, "at most")
+    for what in ("put", "get"):
+        (few,) = metrics[f"{what} 1 KB in a store of 100,000 keys, p50"]["comparisons"]
+        assert (few["floor"], few["target"]) == ("1,000 keys", 1.15)
+    assert metrics["keys(prefix), 100 of 100,000 keys"]["target"] == 1
+    memory = metrics["server memory a key, store of 100,000 keys"]
+    assert memory["target"] == 600
+    assert 100 < memory["median"] < 600
+    await _check_nothing_is_left(report)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(500)
+async def test_the_figures_of_snapshots_are_measured_and_verified(tmp_path: Path) -> None:
+    sizes = ["--quick", "--gb", "0.004", "--repeat", "1"]
+    done = _run(tmp_path, *sizes, "--only", "snapshots", timeout=450)
+    report, metrics = _report(done, tmp_path, ["snapshots"])
+    targets = {
+        name: {one["floor"]: one["target"] for one in metric["comparisons"]}
+        for name, metric in metrics.items()
+    }
+    for what in ("8 × 1 MB", "327 tensors"):
+        peers = targets[f"take, {what}"]
+        assert peers["raw parallel write"] == 0.9
+        assert [peers[name] for name in ("torch.save", "safetensors", "dcp.save")] == [1.0] * 3
+        assert targets[f"take, fsync, {what}"] == {"raw write and fsync": 0.9}
+        assert targets[f"restore, {what}"]["copy_ of each tensor"] == 0.8
+    assert targets["blocked by async_take"] == {"put_state_dict": 1.2, "dcp.async_save": 1.0}
+    assert targets["step while writing"]["step alone"] == 1.15
+    (changed,) = metrics["written by incremental take, 2% changed"]["comparisons"]
+    assert changed["target"] == 0.03
+    for ranks in ("2 → 4", "4 → 2", "4 → 1"):
+        assert targets[f"restore, {ranks} ranks"] == {"streaming copy": 0.5}
+        (read,) = metrics[f"read from disk, {ranks} ranks"]["comparisons"]
+        assert (read["floor"], read["target"]) == ("bytes of the destination", 1.01)
+    assert metrics["read_object, 1 of 100"]["target"] == 10
+    await _check_nothing_is_left(report)
