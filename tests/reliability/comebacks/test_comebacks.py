@@ -461,7 +461,7 @@ async def test_mixed_load_while_it_is_killed(
                     assert not child.has_said(), await child.said()
             for child in loading:
                 child.tell("stop")
-            counts = [await child.said(60) for child in loading]
+            counts = [await child.said(180) for child in loading]
             assert all(calls > kills for calls, _ in counts), (seed, counts)
             await until(_idle)  # tensors have just died
             assert await ts.keys("last/") == [f"last/{n}" for n in range(processes)]

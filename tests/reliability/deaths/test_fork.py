@@ -51,7 +51,7 @@ async def fill_up() -> list[str]:
 async def ask(pipe: Connection, message: str) -> object:
     """Tell a process something and return its answer."""
     pipe.send(message)
-    assert await asyncio.to_thread(pipe.poll, 20), "no answer"
+    assert await asyncio.to_thread(pipe.poll, 60), "no answer"
     return pipe.recv()
 
 

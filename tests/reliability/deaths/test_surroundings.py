@@ -176,7 +176,7 @@ async def test_children_find_the_store_through_the_environment(start: str):
         value = torch.arange(MB)
         await ts.put("a", value)
         with Child(children.add_one, start=start) as child:
-            assert await child.said(60) == client.address
+            assert await child.said(180) == client.address
         assert torch.equal(await ts.get("b"), value + 1)
 
 

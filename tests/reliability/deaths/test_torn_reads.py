@@ -32,7 +32,7 @@ async def test_readers_see_whole_versions_in_order():
                 for _ in range(2)
             ]
             for reader in readers:
-                reads, versions = await reader.said(SECONDS + 30)
+                reads, versions = await reader.said(SECONDS + 120)
                 assert reads >= MIN_READS
                 assert versions >= MIN_READS // 2
             writer.tell("stop")

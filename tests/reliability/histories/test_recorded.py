@@ -42,7 +42,7 @@ class Recorder:
         seed, first = self._chance.randrange(1 << 30), self._joined * _NUMBERS
         child = Child(recording.worker, seed, self._address, first)
         self._members[child] = first
-        assert await child.said(60) == "ready"
+        assert await child.said(180) == "ready"
 
     def listen(self) -> None:
         for child in self._members:

@@ -72,4 +72,4 @@ async def test_cycles_leave_nothing_behind(cycles: int):
     async with running_store(capacity=64 * MB) as client:
         server = (await ts.status()).controller_pid
         with Child(children.cycle, client.address, cycles) as child:
-            await stays_flat(child, server, cycles, 60 + cycles / 100)
+            await stays_flat(child, server, cycles, 180 + cycles / 100)

@@ -463,4 +463,4 @@ async def test_a_get_of_a_version_that_does_not_come_gives_up_and_writes_nothing
 async def test_cycles_of_publishes_leave_nothing_behind(address: str, cycles: int):
     server = (await ts.status()).controller_pid
     with Child(publishers.publish_cycle, address, cycles) as child:
-        await stays_flat(child, server, cycles, 60 + cycles / 50)
+        await stays_flat(child, server, cycles, 180 + cycles / 50)

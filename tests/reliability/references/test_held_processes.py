@@ -223,7 +223,7 @@ async def test_a_fork_of_a_process_with_a_session():
 
     async def tell(message: str) -> Any:
         ours.send(message)
-        assert await asyncio.to_thread(ours.poll, 10), "no answer"
+        assert await asyncio.to_thread(ours.poll, 60), "no answer"
         return ours.recv()
 
     try:
