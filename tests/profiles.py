@@ -35,7 +35,7 @@ def each() -> settings:
 
 
 def half() -> settings:
-    """For machines of the whole server: an example takes 50 ms."""
+    """For machines of the whole server, or of files: an example takes 50 ms."""
     return settings(max_examples=settings().max_examples // 2)
 
 

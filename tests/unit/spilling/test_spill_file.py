@@ -23,6 +23,7 @@ from hypothesis.stateful import (
     multiple,
     rule,
 )
+from tests.profiles import half
 from tests.unit.copying.native import needs_native
 
 from torchstore_core.server.memory.segment import open_memory
@@ -284,6 +285,7 @@ class Packs(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
+Packs.TestCase.settings = half()
 TestPacks = Packs.TestCase
 
 
