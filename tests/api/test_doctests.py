@@ -26,6 +26,8 @@ WITH_EXAMPLES = {
 }
 
 
+# What torch says of a checkpoint that one process makes alone.
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("name", sorted(WITH_EXAMPLES | PUBLIC))
 def test_examples(name):
     results = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)

@@ -188,7 +188,7 @@ async def test_destinations_that_share_memory(client: ts.Client) -> None:
     await client.put_state_dict(values, "d")
     into = {key: torch.zeros(20) for key in values}
     into["k50"] = into["k2"]
-    with pytest.raises(ts.LayoutMismatchError, match="'k50' of 'd'.*written to the same tensor"):
+    with pytest.raises(ts.LayoutMismatchError, match=r"'k50' of 'd'.*written to the same tensor"):
         await client.get_state_dict("d", into)
     report = ts.StateDictReport()
     await client.get_state_dict("d", into, strict=False, report=report)
