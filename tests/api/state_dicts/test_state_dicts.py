@@ -211,6 +211,28 @@ async def test_a_conjugate_is_not_tied_to_its_base(shared):
     assert_same(await ts.get_state_dict("k"), state_dict)
 
 
+@SIZES
+async def test_ranks_may_disagree_about_what_is_tied(shared, rows):
+    """One rank's shards of two entries are one tensor, those of the other are two."""
+    w, head = torch.randn(2, 2 * rows, COLUMNS).unbind()
+    head[:rows] = w[:rows]
+
+    def shard(whole: torch.Tensor, start: int) -> ts.TensorShard:
+        box = ts.TensorSlice((start, 0), (rows, COLUMNS), tuple(whole.shape))
+        return ts.TensorShard(whole[start : start + rows], box)
+
+    both = {"w": shard(w, 0), "head": shard(w, 0)}
+    await ts.put_state_dict(both, "k", participants=2, participant=0)
+    both = {"w": shard(w, rows), "head": shard(head, rows)}
+    await ts.put_state_dict(both, "k", participants=2, participant=1)
+    assert_same(await ts.get_state_dict("k"), {"w": w, "head": head})
+    targets = {"w": shard(torch.zeros_like(w), 1), "head": shard(torch.zeros_like(w), 1)}
+    await ts.get_state_dict("k", targets)
+    assert torch.equal(targets["w"].tensor, w[1 : rows + 1])
+    assert torch.equal(targets["head"].tensor, head[1 : rows + 1])
+    assert torch.equal(await ts.get("k/head"), head)
+
+
 # ---- entries ------------------------------------------------------------------------------
 
 

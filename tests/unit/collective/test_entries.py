@@ -379,6 +379,45 @@ def test_an_entry_that_is_tied_for_those_who_have_some_of_it_may_be_empty_for_ot
         assert fetch(store).same_as == [(1, 0)]
 
 
+def test_participants_may_disagree_about_what_is_tied(store: Controller) -> None:
+    """The shards that one ties to those of another entry are shards of both."""
+    for order in ((0, 1, 2), (2, 1, 0), (1, 0, 2)):
+        everybody = ranks(store, 3)
+        puts = [
+            [piece("w", 0, 10, 30), tied("head", 0)],
+            [piece("w", 10, 20, 30), piece("head", 10, 20, 30)],
+            [piece("w", 20, 30, 30), tied("head", 0)],
+        ]
+        version = 0
+        for at in order:
+            version = everybody[at].put(*puts[at], fill=at + 1)
+        assert version == newest(store)
+        expected = b"\1" * 10 + b"\2" * 10 + b"\3" * 10
+        assert content(store) == {"w": expected, "head": expected}
+        assert used(store) == 4 * 64
+        session = store.open_session(facts(), HERE)
+        assert store.fetch(session, m.Fetch(1, 5, "k", 0, None, -1)).leased
+        store.delete(["k"], strict=True)
+        assert used(store) == 4 * 64
+        store.release(session, [], [(5, [0])])  # the other entry still has its shards
+        assert used(store) >= 3 * 64
+        store.release(session, [5], [])
+        assert used(store) == 0
+
+
+def test_shards_that_were_tied_go_with_who_put_them(store: Controller) -> None:
+    first, second = ranks(store)
+    first.put(piece("w", 0, 10, 20), tied("head", 0), fill=1)
+    second.begin(piece("w", 10, 20, 20), piece("head", 10, 20, 20))
+    second.die()
+    (pending,) = store.catalog.pending("k")
+    assert {(name, at) for name, at, _ in pending.missing} == {("w", (10,))}
+    second.again().put(piece("w", 10, 20, 20), tied("head", 0), fill=2)
+    expected = b"\1" * 10 + b"\2" * 10
+    assert content(store) == {"w": expected, "head": expected}
+    assert used(store) == 2 * 64
+
+
 def test_ties_to_entries_that_nobody_has_any_of_end_nowhere(store: Controller) -> None:
     first, second = ranks(store)
     empty = [piece("a", 5, 5, 10), tied("b", 0)]

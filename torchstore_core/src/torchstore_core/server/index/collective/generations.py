@@ -221,7 +221,7 @@ class Generation(msgspec.Struct, eq=False):
 
     def _incomplete(self) -> Iterable[tuple[str, ValueMeta, Sequence[Box]]]:
         """Yield the entries that are not fully committed: name, metadata, committed boxes."""
-        tied = self._tied_and_empty()
+        tied, elsewhere = self._tied_and_empty(), self._tied_parts()
         for name, entry in self.entries.items():
             if type(entry) is Value and entry.created:  # the usual case
                 continue
@@ -229,6 +229,7 @@ class Generation(msgspec.Struct, eq=False):
                 continue
             if type(entry) is Shards:
                 ready = tuple([box for box, value in entry.parts.items() if value.created])
+                ready += tuple(elsewhere.get(name, ()))
                 if not _covers(boxes.whole(entry.meta.shape), ready):
                     yield name, entry.meta, ready
             elif not entry.created:
@@ -244,6 +245,26 @@ class Generation(msgspec.Struct, eq=False):
         done = [c.aliases for c in self.contributions.values() if c.committed and c.aliases]
         aliases = [(name, of) for some in done for name, of in some.items() if self._is_bare(name)]
         return {name: of for name, of in reversed(aliases) if not self._is_bare(of)}
+
+    def _tied_parts(self) -> dict[str, dict[Box, Value]]:
+        """Return the committed shards that entries have because some participants declared them to
+        be the same as another entry, of which these participants put the shards, while others put
+        shards of both: by name and box.
+        """
+        found: dict[str, dict[Box, Value]] = {}
+        for contribution in self.contributions.values():
+            if not contribution.committed:
+                continue
+            for name, of in contribution.aliases.items():
+                entry, source = self.entries.get(name), self.entries.get(of)
+                if type(entry) is not Shards or type(source) is not Shards:
+                    continue
+                if entry.parts and entry.meta == source.meta:
+                    for box in contribution.tied_boxes.get(of, ()):
+                        value = source.parts.get(box)
+                        if value is not None and value.created:
+                            found.setdefault(name, {})[box] = value
+        return found
 
     def _is_bare(self, name: str) -> bool:
         """Return whether only empty shards of an entry were put."""
@@ -297,14 +318,14 @@ class Generation(msgspec.Struct, eq=False):
             self.passed_on = True
             facts, packed = only.session.facts, self.publication.packed
             return Manifest(key, self.entries, only.paths, facts, version, now, packed)
-        tied = self._tied_and_empty()
+        tied, elsewhere = self._tied_and_empty(), self._tied_parts()
         entries: dict[str, Value | Shards] = {}
         for name, entry in self.entries.items():
             if type(entry) is Value:
                 entry.version, entry.created = version, now
                 entries[name] = entry
             elif name not in tied:
-                entries[name] = _sealed(entry, version, now)
+                entries[name] = _sealed(entry, elsewhere.get(name, {}), version, now)
         publication = self.publication
         if publication is None:
             stored: Stored = entries[""]
@@ -345,12 +366,15 @@ class Generation(msgspec.Struct, eq=False):
         return Manifest(key, entries, paths, facts, self.version, now, publication.packed)
 
 
-def _sealed(entry: Shards, version: int, now: float) -> Value | Shards:
+def _sealed(
+    entry: Shards, elsewhere: dict[Box, Value], version: int, now: float
+) -> Value | Shards:
     """Return an entry as its version keeps it: with the committed shards only, or as a single value
-    if one of them covers the whole tensor.
+    if one of them covers the whole tensor. ``elsewhere``: shards that it shares with another entry.
     """
     entry.version, entry.created = version, now
     parts = {box: value for box, value in entry.parts.items() if value.created}
+    parts = elsewhere | parts
     target = boxes.whole(entry.meta.shape)
     if (value := parts.get(target)) is not None:
         value.version, value.box = version, None

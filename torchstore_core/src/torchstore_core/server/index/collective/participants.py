@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 import msgspec
 
+from torchstore_core.boxes import Box
 from torchstore_core.server.index.records import SessionRecord, Value
 from torchstore_core.values import ValueMeta
 
@@ -28,6 +29,7 @@ class Contribution(msgspec.Struct, eq=False):
         others: entries that it puts but does not store: replicas of values that other participants
             store, and empty shards.
         paths, aliases: see ``messages.PutItem``; by the name of the entry.
+        tied_boxes: the boxes that it puts of those entries to which it ties others.
         order: the names of the entries in the order of the put; only if there are aliases.
         partial: see ``messages.Publication``.
     """
@@ -40,6 +42,7 @@ class Contribution(msgspec.Struct, eq=False):
     others: dict[str, ValueMeta] = {}
     paths: dict[str, bytes] = {}
     aliases: dict[str, str] = {}
+    tied_boxes: dict[str, list[Box]] = {}
     order: dict[str, None] = {}
     partial: bool = False
     committed: bool = False

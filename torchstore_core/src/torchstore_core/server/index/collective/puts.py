@@ -236,9 +236,14 @@ class CollectivePut:
             contributions[key] = target, self._unfinished.join(target, self._session)
         publication = request.group
         if publication is not None:
-            contributions[publication.key][1].partial = publication.partial
-            if any(item.same_as >= 0 for item in request.items):
-                contributions[publication.key][1].order = dict.fromkeys(self._names())
+            only = contributions[publication.key][1]
+            only.partial = publication.partial
+            firsts = {self._given[item.same_as].key for item in request.items if item.same_as >= 0}
+            if firsts:
+                only.order = dict.fromkeys(self._names())
+                for item, (_, box) in zip(self._given, self._found, strict=True):
+                    if box is not None and item.key in firsts:
+                        only.tied_boxes.setdefault(item.key, []).append(box)
         if publication is not None and self._fresh is not None:
             target, contribution = contributions[publication.key]
             contribution.paths = {item.key: item.path for item in request.items if item.path}
