@@ -8,6 +8,8 @@ from pathlib import Path
 
 from tests.api.listing import listing
 
+import torchstore_core as ts
+
 RECORDED = Path(__file__).with_name("public_api.txt")
 
 _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -20,6 +22,11 @@ def test_the_public_api_is_as_recorded():
     new = [line for line in now if line not in recorded]
     assert (gone, new) == ([], []), "python -m tests.api.listing > tests/api/public_api.txt"
     assert len(recorded) > 400
+
+
+def test_the_blocking_api_need_not_be_imported_by_itself(monkeypatch) -> None:
+    monkeypatch.delattr(ts, "blocking", raising=False)
+    assert ts.blocking is importlib.import_module("torchstore_core.blocking")
 
 
 def test_internal_modules_list_only_what_they_hand_on() -> None:

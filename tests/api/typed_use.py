@@ -32,6 +32,7 @@ def blocking_puts_of_state_dicts(client: blocking_ts.Client, maybe: bool) -> Non
     pending = blocking_ts.put_state_dict(weights, "k", blocking=False, transfer_dtype=cast)
     assert_type(pending, blocking_ts.PendingPut)
     assert_type(blocking_ts.put_state_dict(weights, "k", blocking=maybe), BlockingPut)
+    assert_type(ts.blocking.put_state_dict(weights, "k"), ts.ObjectRef)
     assert_type(client.put_state_dict(weights, "k", timeout=3), ts.ObjectRef)
     assert_type(client.put_state_dict(weights, "k", blocking=False), blocking_ts.PendingPut)
     assert_type(client.put_state_dict(weights, "k", blocking=maybe), BlockingPut)

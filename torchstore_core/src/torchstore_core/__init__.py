@@ -45,6 +45,7 @@ from torchstore_core.errors import (
 from torchstore_core.values import ObjectRef, Request, TensorSlice
 
 if TYPE_CHECKING:
+    from torchstore_core import blocking as blocking
     from torchstore_core.api import (
         address,
         client,
@@ -206,6 +207,8 @@ def _load(module: str) -> ModuleType:
 def __getattr__(name: str) -> Any:
     if name in _STRATEGIES:
         return _strategy(name)
+    if name == "blocking":
+        return _load(name)
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(_load(_HOMES.get(name, "api")), name)
