@@ -14,7 +14,7 @@ import torchstore_core as ts
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/json.md"]
-DOCUMENTS += ["docs/running.md"]
+DOCUMENTS += ["docs/running.md", "docs/coming-from.md"]
 SOURCES = ["torchstore_core", "torchstore_transports", "torchstore_strategies", "plugins"]
 README = (ROOT / "README.md").read_text()
 
@@ -33,7 +33,7 @@ def programs(document: str) -> list[object]:
     ]
 
 
-WITH_PROGRAMS = ["README.md", "CONTRIBUTING.md", "docs/running.md"]
+WITH_PROGRAMS = ["README.md", "CONTRIBUTING.md", "docs/running.md", "docs/coming-from.md"]
 PROGRAMS = [program for document in WITH_PROGRAMS for program in programs(document)]
 
 
