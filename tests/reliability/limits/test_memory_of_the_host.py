@@ -61,6 +61,37 @@ async def main():
 
 asyncio.run(main())
 """
+# The same of a volume that is attached to its server. The arguments are where these tests are, and
+# a folder.
+ATTACHED = """
+import asyncio, pathlib, sys
+import torch
+sys.path.insert(0, sys.argv[1])
+import torchstore_core as ts
+from tests.unit.remote.attached import attached
+from tests.unit.remote.relays import Backstage
+
+VALUE = 32 << 20
+
+async def main():
+    with Backstage() as stage:
+        async with attached(stage, pathlib.Path(sys.argv[2]), 1) as made:
+            stage.do(made.attach(0, capacity=8 << 30))
+            client = await ts.connect(made.address, store_name="attached", timeout=10)
+            count = 0
+            try:
+                while count < 100:
+                    await client.put(f"k{count}", torch.full((VALUE,), count, dtype=torch.uint8))
+                    count += 1
+            except ts.StoreFullError as error:
+                assert error.details["host_left_bytes"] < 4 * VALUE, error.details
+            assert 8 <= count < 28, count
+            for number in range(count):
+                assert bool(((await client.get(f"k{number}")) == number).all()), number
+            print("whole", count)
+
+asyncio.run(main())
+"""
 
 
 @pytest.fixture
@@ -101,6 +132,13 @@ def run_in(group: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_store_larger_than_the_limit_of_a_cgroup(group: Path, tmp_path: Path) -> None:
     done = run_in(group, "-W", "ignore", "-c", PROGRAM, str(tmp_path))
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    assert done.stdout.startswith("whole")
+
+
+def test_an_attached_volume_larger_than_the_limit_of_a_cgroup(group: Path, tmp_path: Path) -> None:
+    root = str(Path(__file__).parents[3])
+    done = run_in(group, "-W", "ignore", "-c", ATTACHED, root, str(tmp_path))
     assert done.returncode == 0, (done.returncode, done.stderr)
     assert done.stdout.startswith("whole")
 

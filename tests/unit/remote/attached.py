@@ -39,8 +39,10 @@ class Attached:
         self.server = Server(self.options)
         self.address = await self.server.start()
 
-    async def attach(self, index: int, store_name: str = "torchstore") -> None:
-        volume = Volume(store_name, index, CAPACITY, Registry(), str(self.base / f"{index}"))
+    async def attach(
+        self, index: int, store_name: str = "torchstore", capacity: int = CAPACITY
+    ) -> None:
+        volume = Volume(store_name, index, capacity, Registry(), str(self.base / f"{index}"))
         (self.base / f"{index}").mkdir(exist_ok=True)
         self.volumes.append(volume)
         line = await VolumeConnection.open(

@@ -570,6 +570,13 @@ class Controller:
         """A volume in another process has returned the end of its memory to the system."""
         self.volumes[index].trimmed()
 
+    def grown(self, index: int, usable: int) -> None:
+        """A volume in another process has said how far it may be written to."""
+        allocator = self.volumes[index].allocator
+        allocator.ask(allocator.grow, usable)
+        self.spilling.room.retry()
+        self.repairs.retry_soon()
+
     # ---- get ------------------------------------------------------------------------------
 
     def locate(

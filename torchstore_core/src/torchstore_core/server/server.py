@@ -308,6 +308,8 @@ class Server:
             self._controller = Controller(volumes, self._strategy, **given)
         else:
             self._controller = self._restored(self._keeper, volumes, given)
+        for attached in self._attached.values():
+            attached.memory.delayed = self._controller.spilling.delayed
         self._start_prefault()
         self._loop.call_later(1.0, self._sample_rate)
 
@@ -488,9 +490,7 @@ class Server:
         info, memory = await volume.start(), volume.memory
         return VolumeRecord(info, memory, volume, Allocator(memory.nbytes, memory.may_grow))
 
-    def volume_attached(
-        self, info: m.VolumeInfo, send: Callable[[m.Message], None], pid: int
-    ) -> int:
+    def volume_attached(self, attach: m.Attach, send: Callable[[m.Message], None], pid: int) -> int:
         """Add a volume in another process, which has connected; returns what it has to know: see
         ``messages.Attached``. ``pid``: of that process, as the kernel tells it to this one; 0:
         unknown.
@@ -499,6 +499,7 @@ class Server:
             ConfigurationError: the store does not wait for a volume with this index.
             StoreFullError: its capacity is out of range.
         """
+        info = attach.info
         before = self._attached.get(info.index)
         if before is not None and not before.is_connected:
             self._attached_again(before, info, send)
@@ -510,7 +511,7 @@ class Server:
             )
         if not 4096 <= info.capacity_bytes < 1 << 60:
             raise StoreFullError(f"a volume cannot have {info.capacity_bytes} bytes")
-        known = KnownVolume(info, pid, started(pid))
+        known = KnownVolume(info, pid, started(pid), attach.usable)
         volume = self._attached[info.index] = AttachedVolume(known)
         volume.connected(send)
         if len(self._attached) == wanted:
@@ -588,6 +589,11 @@ class Server:
             self._trimmed()
         if self._controller is not None:
             self._broadcast_warm()
+
+    def volume_grown(self, index: int, message: m.Grown) -> None:
+        """Handle an attached volume's answer about how far it may be written to."""
+        self._attached[index].memory.grown(message)
+        self.controller.grown(index, message.usable)
 
     def volume_replied(self, index: int, message: m.PeerReply) -> None:
         """Handle an attached volume's answer to a handshake or a disconnect."""

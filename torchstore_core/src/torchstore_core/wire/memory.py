@@ -14,14 +14,19 @@ class Attach(Message, frozen=True, tag="attach"):
     """The first message of a volume in another process, also to a server that has come back. Reply
     :class:`Attached`.
 
-    After it, the server may send :class:`Prefault`, :class:`Trim`, :class:`WatchProcess`,
-    :class:`PeerHandshake` and :class:`PeerGone`, and the volume :class:`Warm`, :class:`ProcessDied`
-    and :class:`PeerReply`.
+    After it, the server may send :class:`Prefault`, :class:`Trim`, :class:`MayGrow`,
+    :class:`WatchProcess`, :class:`PeerHandshake` and :class:`PeerGone`, and the volume
+    :class:`Warm`, :class:`Grown`, :class:`ProcessDied` and :class:`PeerReply`.
+
+    Args:
+        usable: how far its memory may be written to, as in :class:`Grown`; None: the volume does
+            not answer :class:`MayGrow`.
     """
 
     id: int
     protocol: int
     info: VolumeInfo
+    usable: int | None = None
 
 
 class Attached(Message, frozen=True, tag="attached"):
@@ -61,6 +66,29 @@ class Trim(Message, frozen=True, tag="trim"):
 
     start: int
     warm: int
+
+
+class MayGrow(Message, frozen=True, tag="may-grow"):
+    """To a volume: its memory is to be written up to ``end``, which it may have no pages for yet.
+    The volume answers with :class:`Grown`.
+    """
+
+    end: int
+
+
+class Grown(Message, frozen=True, tag="grown"):
+    """From a volume: the answer to a :class:`MayGrow`.
+
+    Args:
+        end: what was asked for.
+        usable: how far its memory may be written to without asking again. It is less than ``end``
+            if its host, or a cgroup, does not have the memory.
+        left: the bytes that the host, or the cgroup, has left; None: the system does not say.
+    """
+
+    end: int
+    usable: int
+    left: int | None = None
 
 
 class WatchProcess(Message, frozen=True, tag="watch"):

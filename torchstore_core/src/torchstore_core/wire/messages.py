@@ -54,7 +54,9 @@ from torchstore_core.wire.lines import RelayLost as RelayLost
 from torchstore_core.wire.lines import Via as Via
 from torchstore_core.wire.memory import Attach as Attach
 from torchstore_core.wire.memory import Attached as Attached
+from torchstore_core.wire.memory import Grown as Grown
 from torchstore_core.wire.memory import Lost as Lost
+from torchstore_core.wire.memory import MayGrow as MayGrow
 from torchstore_core.wire.memory import PeerGone as PeerGone
 from torchstore_core.wire.memory import PeerHandshake as PeerHandshake
 from torchstore_core.wire.memory import PeerReply as PeerReply
@@ -509,6 +511,7 @@ Request = (
     | Cancel
     | Attach
     | Warm
+    | Grown
     | ProcessDied
     | PeerReply
     | CopierEnded
@@ -768,6 +771,7 @@ Reply = (
     | Warmed
     | Prefault
     | Trim
+    | MayGrow
     | WatchProcess
     | PeerHandshake
     | PeerGone

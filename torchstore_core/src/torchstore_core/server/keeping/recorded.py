@@ -45,7 +45,7 @@ from torchstore_core.wire.repeating import number_of
 # Kinds of records. Their numbers must stay what they are only as long as a store lives.
 _OPEN, _CLOSE, _END, _REQUEST, _ABORT, _ABORT_EARLY, _RELEASE, _RELEASE_EARLY = range(8)
 _VALUES, _STATE, _DUE, _BEGIN, _GREW, _TRIMMED, _SPILLING, _REPAIRING = range(8, 16)
-_DETACH, _DETACHED_ENDED, _LOST, _RESERVED, _RETURNED, _TAKEN_IN = range(16, 22)
+_DETACH, _DETACHED_ENDED, _LOST, _RESERVED, _RETURNED, _TAKEN_IN, _USABLE = range(16, 23)
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(
     m.Put
@@ -251,17 +251,31 @@ class RecordedController(Controller):
         return found.body
 
     def _grow(self, at: int, grow: Callable[[int], int], end: int) -> int:
-        """How far a volume may be used depends on what else uses memory: record the answer."""
+        """How far a volume may be used depends on what else uses memory: record the answer. That of
+        a volume in another process comes later, see :meth:`grown`; until then, requests are
+        delayed, and if it was not enough, that is recorded behind the request that is refused.
+        """
+        is_here = self.volumes[at].memory.is_here
         if self._records is not None and self._records.peek() is not None:
             # It is what follows the request that needed it.
             body = self._next_body(_GREW, take=True)
-            return self.volumes[at].allocator.assured if body is None else _decode_number(body)
+            if body is not None:
+                return _decode_number(body)
+            if is_here:
+                return self.volumes[at].allocator.assured
+            raise Delayed("this was delayed before", lambda retry: None)
         limit = grow(end)
         try:
             self.log.append(_GREW, at, _encode(limit))
-        except StoreFullError:  # the next life will not know that it may be used
-            return self.volumes[at].allocator.assured
+        except StoreFullError:
+            if not is_here:  # the next life would delay it
+                raise
+            return self.volumes[at].allocator.assured  # the next life will not know that it may
         return limit
+
+    def grown(self, index: int, usable: int) -> None:
+        grown = partial(super().grown, index, usable)
+        self._sooner_or_later(_USABLE, index, _encode(usable), grown)
 
     def trim(self, idle_s: float, keep: int) -> int:
         try:
@@ -509,7 +523,7 @@ class RecordedController(Controller):
             yield
 
     def _grew_again(self, record: Record) -> None:
-        """For a copy, whose place is recorded when it is begun."""
+        """For a copy, whose place is recorded when it is begun; or a volume has answered."""
         allocator = self.volumes[record.session].allocator
         allocator.ask(allocator.grow, _decode_number(record.body))
 
@@ -667,6 +681,7 @@ class RecordedController(Controller):
         _RESERVED: _reserved_again,
         _RETURNED: _returned_again,
         _TAKEN_IN: _taken_in_again,
+        _USABLE: _grew_again,
     }
 
 

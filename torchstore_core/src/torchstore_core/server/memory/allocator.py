@@ -33,7 +33,8 @@ class Allocator:
         capacity: in bytes.
         grow: says how far the memory may be used if it cannot all be relied on: called with the end
             of a range that lies beyond what it returned before, it returns the new limit. If that
-            is less than asked for, the range is not allocated.
+            is less than asked for, the range is not allocated. It may raise, if it cannot say yet;
+            then nothing is allocated either.
 
     >>> a = Allocator(192)
     >>> a.allocate(100), a.allocate(64), a.allocate(1), a.used
@@ -167,13 +168,16 @@ class Allocator:
     def _allocate_each(self, sizes: Sequence[int]) -> list[int] | None:
         """Allocate a range for each size. Returns None and changes nothing if one does not fit."""
         pieces: list[int] = []
-        for at, size in enumerate(sizes):
-            offset = self.allocate(size)
-            if offset is None:
-                self.free(zip(pieces, sizes[:at], strict=True))
-                return None
-            pieces.append(offset)
-        return pieces
+        try:
+            for size in sizes:
+                offset = self.allocate(size)
+                if offset is None:
+                    break
+                pieces.append(offset)
+        finally:
+            if len(pieces) < len(sizes):
+                self.free(zip(pieces, sizes, strict=False))
+        return pieces if len(pieces) == len(sizes) else None
 
     def take(self, offset: int, nbytes: int) -> None:
         """Allocate ``rounded(nbytes)`` bytes at this offset, which are free.

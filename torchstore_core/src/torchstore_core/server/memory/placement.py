@@ -118,6 +118,7 @@ def find_place(
     Raises:
         PluginError: the strategy fails, or names no volume or one that does not exist.
         StoreFullError: all volumes that it names are lost.
+        Delayed: a volume is being asked whether its host has the memory; nothing is allocated.
     """
     if len(volumes) == 1:
         volume = volumes[0]
@@ -215,6 +216,11 @@ def _allocated(
     """Allocate memory for all groups, or for none if a volume has no range that is large enough."""
     placements: list[Placement] = []
     taken: list[tuple[VolumeRecord, list[int], list[int]]] = []
+
+    def undo() -> None:
+        for volume, pieces, nbytes in taken:
+            volume.allocator.free(zip(pieces, nbytes, strict=True))
+
     for chosen, groups in assigned.items():
         if len(groups) == 1:
             members, sizes = groups[0].members, groups[0].sizes
@@ -224,10 +230,13 @@ def _allocated(
         placed = sum([group.placed for group in groups])
         copies: list[tuple[VolumeRecord, list[int]]] = []
         for index in chosen:
-            offsets = volumes[index].allocator.allocate_all(placed, sizes)
+            try:
+                offsets = volumes[index].allocator.allocate_all(placed, sizes)
+            except BaseException:
+                undo()
+                raise
             if offsets is None:
-                for volume, pieces, nbytes in taken:
-                    volume.allocator.free(zip(pieces, nbytes, strict=True))
+                undo()
                 return _Fragmented(index, max(sizes))
             taken.append((volumes[index], offsets, sizes))
             copies.append((volumes[index], offsets))

@@ -207,6 +207,11 @@ class SegmentMemory:
             unmap(address, size)
 
     @property
+    def left(self) -> int | None:
+        """How many bytes of memory this host, or a cgroup, has left; None: that is not known."""
+        return memory_left_bytes()
+
+    @property
     def is_here(self) -> bool:
         return True
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.errors import StoreFullError
-from torchstore_core.machine.topology import memory_left_bytes
 from torchstore_core.server.index.records import SessionRecord, Stored
 from torchstore_core.server.memory import strategy_calls
 from torchstore_core.server.memory.allocator import rounded
@@ -111,9 +110,9 @@ def full_error(
         held: the bytes that are there only because references hold them.
     """
     volumes = [v for v in volumes if not v.closed]
-    left = None  # the memory that the host has, if that is what is lacking
-    if any(v.allocator.refused and requested <= v.free for v in volumes):
-        left = memory_left_bytes()
+    # The memory that the hosts have, if that is what is lacking.
+    lacking = [v.memory.left for v in volumes if v.allocator.refused and requested <= v.free]
+    left = max([nbytes for nbytes in lacking if nbytes is not None], default=None)
     capacity = sum(v.info.capacity_bytes for v in volumes)
     used = sum(v.used for v in volumes)
     holders: list[dict[str, object]] = []

@@ -32,6 +32,10 @@ class SegmentView(Protocol):
         """Return the pages from ``start`` on to the system; returns the number of bytes."""
 
     @property
+    def left(self) -> int | None:
+        """How many bytes of memory its host, or a cgroup, has left; None: that is not known."""
+
+    @property
     def is_here(self) -> bool:
         """Whether this process can read and write it; otherwise it belongs to another process."""
 

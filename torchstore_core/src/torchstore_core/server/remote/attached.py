@@ -1,9 +1,9 @@
 """Volumes in other processes: the server's view of one, and the volume's own connection.
 
 A volume connects like a client, but its first message is ``Attach``. From then on the server tells
-it what to warm and what to return to the system, and the volume reports what is warm. When the
-connection closes, the volume is lost to the server, and of no more use itself; unless the server
-has died and comes back: then the volume attaches again.
+it what to warm and what to return to the system, and asks how far its memory may grow; the volume
+reports what is warm. When the connection closes, the volume is lost to the server, and of no more
+use itself; unless the server has died and comes back: then the volume attaches again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from torchstore_core import moments
 from torchstore_core.errors import (
     StoreClosedError,
     StoreTimeoutError,
@@ -25,12 +26,14 @@ from torchstore_core.errors import (
 )
 from torchstore_core.machine.processes import ProcessWatch, started
 from torchstore_core.machine.sockets.unix import connect, unix_socket
+from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.server.memory.segment import call_from_thread
 from torchstore_core.server.memory.volume import Volume
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.remote.process_watches import ProcessWatches
 from torchstore_core.server.repairing.copier_process import CopierProcess
 from torchstore_core.server.serving.frames import FrameProtocol
+from torchstore_core.server.spilling.delays import Delayed
 from torchstore_core.wire import framing
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import FrameReader, encode, portable
@@ -41,6 +44,8 @@ log = logging.getLogger(__name__)
 RETURN_S = 15.0
 # Between two attempts to connect to such a server.
 _PAUSE_S = 0.02
+# That a volume's host does not have some memory is believed for so long.
+_REFUSED_S = 1.0
 
 
 class AttachedMemory:
@@ -48,13 +53,20 @@ class AttachedMemory:
 
     Attributes:
         send: sends a message to the volume; None: it is not connected, in this life of the server.
+        delayed: makes what a request raises that waits for the volume's answer.
+        left: what the volume's host had left of its memory when it said so the last time.
     """
 
     def __init__(self) -> None:
         self.send: Callable[[m.Message], None] | None = None
+        self.delayed: Callable[[str], Delayed] = lambda why: Delayed(why, lambda retry: None)
+        self.left: int | None = None
         self._warm = 0
         self._target = 0
         self._wants_copier = False
+        self._asked = 0  # whether its memory may grow so far is what the volume is asked
+        self._refused: m.Grown | None = None
+        self._refused_at = 0.0
 
     @property
     def warm(self) -> int:
@@ -80,6 +92,32 @@ class AttachedMemory:
         given = self._warm - start
         self.send(m.Trim(start, self._warm))
         return given
+
+    def may_grow(self, end: int) -> int:
+        """Return how far the volume may be written to if that is less than ``end``, because its
+        host does not have the memory, as it has said a moment ago.
+
+        Raises:
+            Delayed: the volume is asked.
+        """
+        refused = self._refused
+        if refused is not None and end >= refused.end:
+            if moments.monotonic() - self._refused_at < _REFUSED_S:
+                return refused.usable
+            self._refused = None
+        if end > self._asked:
+            self._asked = end
+            self._tell(m.MayGrow(end))
+        raise self.delayed("a volume was being asked whether its host has the memory")
+
+    def grown(self, message: m.Grown) -> None:
+        """Record how far the volume may be written to, as reported by the volume."""
+        self.left = message.left
+        if message.end >= self._asked:
+            self._asked = 0
+        self._refused, self._refused_at = None, moments.monotonic()
+        if message.usable < message.end:
+            self._refused = message
 
     @property
     def is_here(self) -> bool:
@@ -111,6 +149,8 @@ class AttachedMemory:
         self.send = send
         if self._target:
             send(m.Prefault(self._target))
+        if self._asked:
+            send(m.MayGrow(self._asked))
         if self._wants_copier:
             self._wants_copier = False
             send(m.StartCopier(False))
@@ -191,11 +231,13 @@ class KnownVolume(msgspec.Struct, frozen=True):
     Args:
         info: as it has told it.
         pid, started: of its process, see ``machine.processes``; 0: unknown.
+        usable: how far its memory may be used from the beginning, see ``messages.Attach``.
     """
 
     info: m.VolumeInfo
     pid: int
     started: int
+    usable: int | None = None
 
 
 class AttachedVolume(VolumeRecord):
@@ -206,7 +248,11 @@ class AttachedVolume(VolumeRecord):
     halves: AttachedHalves
 
     def __init__(self, known: KnownVolume) -> None:
-        super().__init__(known.info, AttachedMemory(), AttachedHalves(known.info.id))
+        memory = AttachedMemory()
+        grow = None if known.usable is None else memory.may_grow
+        allocator = Allocator(known.info.capacity_bytes, grow)
+        allocator.ask(grow, allocator.capacity if known.usable is None else known.usable)
+        super().__init__(known.info, memory, AttachedHalves(known.info.id), allocator)
         self.known = known
         self.is_connected = False
         self._watch: ProcessWatch | None = None
@@ -338,7 +384,9 @@ class VolumeConnection(FrameProtocol):
         super().connection_made(transport)
         self.reader = FrameReader(m.MAX_FRAME)
         self._watcher = ProcessWatches(self._send)
-        self._send(m.Attach(1, m.PROTOCOL_VERSION, self._info))
+        memory = self._volume.memory
+        usable = memory.may_grow(memory.warm)
+        self._send(m.Attach(1, m.PROTOCOL_VERSION, self._info, usable))
 
     def received(self, bodies: list[bytes]) -> None:
         """Handle the messages that the server has sent."""
@@ -388,6 +436,9 @@ class VolumeConnection(FrameProtocol):
                 memory.touched(message.warm)  # clients write without telling this process
                 memory.trim(message.start)
                 self._tell(trimmed=True)
+            case m.MayGrow():
+                usable = memory.may_grow(message.end)
+                self._send(m.Grown(message.end, usable, memory.left))
             case m.WatchProcess():
                 self._watcher.watch(message)
             case m.StartCopier():

@@ -11,6 +11,7 @@ from torchstore_core.server.index.records import Value
 from torchstore_core.server.memory import strategy_calls
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.repairing.backlog import Entry
+from torchstore_core.server.spilling.delays import Delayed
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,10 @@ class Targets:
                 continue
             if only not in (-1, at):
                 return None
-            offset = volume.allocator.allocate(value.nbytes)
+            try:
+                offset = volume.allocator.allocate(value.nbytes)
+            except Delayed:  # what has no room is tried again when the volume has answered
+                return None
             if offset is not None:
                 return at, offset
         return None

@@ -273,6 +273,8 @@ class Conversation:
             match request:
                 case m.Warm():
                     self._server.volume_warmed(self._volume, request)
+                case m.Grown():
+                    self._server.volume_grown(self._volume, request)
                 case m.ProcessDied():
                     self._server.process_ended(request)
                 case m.PeerReply():
@@ -351,7 +353,7 @@ class Conversation:
 
     def _attach(self, attach: m.Attach) -> None:
         pid = self._pid if self._via is None else 0
-        life = self._server.volume_attached(attach.info, self.send, pid)
+        life = self._server.volume_attached(attach, self.send, pid)
         self._volume = attach.info.index
         self.send(m.Attached(attach.id, life))
 
