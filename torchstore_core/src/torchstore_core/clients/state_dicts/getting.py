@@ -24,7 +24,12 @@ from torchstore_core.clients.transfer.targets import (
     resolve,
 )
 from torchstore_core.clients.values import nesting
-from torchstore_core.clients.values.differences import StateDictReport, in_words, mismatch_error
+from torchstore_core.clients.values.differences import (
+    MOST_NAMED,
+    StateDictReport,
+    in_words,
+    mismatch_error,
+)
 from torchstore_core.clients.values.nesting import Leaf
 from torchstore_core.clients.values.sharding import (
     is_sharded,
@@ -40,8 +45,6 @@ from torchstore_core.wire import messages as m
 __all__ = ["FetchResult", "Filling", "StateDictReport", "fetch", "plan_get"]
 
 log = logging.getLogger(__name__)
-#: How many names of each kind of difference a warning has; ``report=`` has all.
-_MOST_LOGGED = 20
 
 
 class Wanted(NamedTuple):
@@ -233,7 +236,7 @@ async def _fetch(
         names = wanted.asks[first].key, wanted.asks[at].key
         _add_difference(key, names, found, strict=how.strict)
     if found:
-        log.warning("%r version %d: %s", key, reply.version, in_words(found, _MOST_LOGGED))
+        log.warning("%r version %d: %s", key, reply.version, in_words(found, MOST_NAMED))
     made = _filled(wanted, targets, values)
     return FetchResult(made, len(targets) + len(whole), reply.version)
 
