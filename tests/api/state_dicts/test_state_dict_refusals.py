@@ -192,3 +192,17 @@ async def test_an_error_of_many_differences_begins_with_what_to_do(shared):
     assert len(caught.value.details["mismatched"]) == 400
     assert "400 mismatched: " in str(caught.value)
     assert "and 380 more" in str(caught.value)
+
+
+async def test_an_error_of_dtypes_alone_says_that_they_can_be_cast(shared):
+    await ts.put_state_dict({"a": torch.ones(3).bfloat16(), "b": torch.ones(3)}, "half")
+    mine = {"a": torch.zeros(3), "b": torch.zeros(3)}
+    with pytest.raises(ts.LayoutMismatchError, match="Give cast=True"):
+        await ts.get_state_dict("half", mine)
+    assert not any(tensor.any() for tensor in mine.values())
+    await ts.get_state_dict("half", mine, cast=True)
+    assert all(tensor.all() for tensor in mine.values())
+    for wrong in ({"a": torch.zeros(4)}, {"a": torch.zeros(3, dtype=torch.int32)}, {"a": 1}):
+        with pytest.raises(ts.LayoutMismatchError) as caught:
+            await ts.get_state_dict("half", mine | wrong)
+        assert "cast=True" not in str(caught.value)

@@ -228,8 +228,13 @@ async def _fetch(
     found = how.report if how.report is not None else StateDictReport()
     targets, whole, beside, again = _matching(wanted, reply, starts, found, cast=how.cast)
     if found and how.strict:
-        what = f"{key!r} version {reply.version}"
-        raise mismatch_error(what, found, key, hint=_hint(wanted, found))
+        hint = _hint(wanted, found)
+        if found.mismatched and not hint and not how.cast:
+            cast = StateDictReport()
+            _matching(wanted, reply, starts, cast, cast=True)
+            if not cast.mismatched:
+                hint = "Give cast=True to convert one floating-point dtype to the other"
+        raise mismatch_error(f"{key!r} version {reply.version}", found, key, hint=hint)
     check_apart(targets, whole)
     values = await leasing.read([*targets, *beside], how.allow_pickle, whole)
     for at, first in differing(values, again):
