@@ -657,6 +657,10 @@ async def test_serve_that_cannot_start(runtime_directory: Path):
     assert "TORCHSTORE_LOG_LEVEL" in error["message"]
     error = await fails("configuration", "serve", TORCHSTORE_BLOCK="shn")
     assert "did you mean 'shm'" in error["message"]
+    for nowhere in ("/proc", "/proc/new", "/nowhere/new"):  # no sockets, no files, no parent
+        error = await fails("configuration", "serve", "--directory", nowhere)
+        assert error["message"].startswith(f"cannot make sockets in {nowhere}: ")
+        assert "/tmp, or leave it out" in error["message"]
     assert not runtime_directory.exists() or [*runtime_directory.iterdir()] == []
 
 

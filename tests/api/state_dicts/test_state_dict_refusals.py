@@ -166,3 +166,43 @@ async def test_names_that_differ_by_a_wrapper_are_said_to(shared):
     with pytest.raises(ts.LayoutMismatchError) as caught:
         await ts.get_state_dict("wrapped", wrapped | {"lr": 0.1})
     assert "differ only" not in str(caught.value)
+
+
+async def test_an_error_of_many_differences_begins_with_what_to_do(shared):
+    """It has some of the names, and how many there are; its details have all."""
+    plain = {f"layers.{index}.weight": torch.ones(1) for index in range(400)}
+    wrapped = {f"module.{name}": tensor for name, tensor in plain.items()}
+    await ts.put_state_dict(plain, "many")
+    with pytest.raises(ts.LayoutMismatchError) as caught:
+        await ts.get_state_dict("many", wrapped)
+    error, text = caught.value, str(caught.value)
+    assert error.details["missing"] == [*wrapped]
+    assert sorted(error.details["unexpected"]) == sorted(plain)
+    assert len(text) < 2500
+    assert "400 missing: " in text
+    assert "400 unexpected: " in text
+    assert text.count("'module.layers.") == text.count("'layers.") == 20
+    assert text.count("and 380 more") == 2
+    assert text.index("The names differ only by 'module'") < text.index("400 missing")
+    assert text.endswith("(all of them are in the `details` of this error)")
+
+    await ts.put_state_dict({name: torch.ones(2) for name in plain}, "many")
+    with pytest.raises(ts.LayoutMismatchError) as caught:
+        await ts.get_state_dict("many", plain)
+    assert len(caught.value.details["mismatched"]) == 400
+    assert "400 mismatched: " in str(caught.value)
+    assert "and 380 more" in str(caught.value)
+
+
+async def test_an_error_of_dtypes_alone_says_that_they_can_be_cast(shared):
+    await ts.put_state_dict({"a": torch.ones(3).bfloat16(), "b": torch.ones(3)}, "half")
+    mine = {"a": torch.zeros(3), "b": torch.zeros(3)}
+    with pytest.raises(ts.LayoutMismatchError, match="Give cast=True"):
+        await ts.get_state_dict("half", mine)
+    assert not any(tensor.any() for tensor in mine.values())
+    await ts.get_state_dict("half", mine, cast=True)
+    assert all(tensor.all() for tensor in mine.values())
+    for wrong in ({"a": torch.zeros(4)}, {"a": torch.zeros(3, dtype=torch.int32)}, {"a": 1}):
+        with pytest.raises(ts.LayoutMismatchError) as caught:
+            await ts.get_state_dict("half", mine | wrong)
+        assert "cast=True" not in str(caught.value)

@@ -24,6 +24,7 @@ import msgspec
 import psutil
 import pytest
 import torch
+from tests.processes import run_script
 from tests.reliability.harness import fds
 from tests.support import running_store, until
 
@@ -484,3 +485,40 @@ async def test_thousands_of_tensors_take_no_descriptors() -> None:
 
 def limit_descriptors(pid: int, limit: int) -> None:
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, LIMIT))
+
+
+async def test_what_is_printed_without_standard_streams_goes_nowhere() -> None:
+    """A daemon that closes its standard streams, and opens nothing in their place, has their
+    numbers free for what is opened next: connections, and the memory of the store.
+    """
+    name = printing_into_what_is_there.__name__
+    await run_script(f"from {__name__} import {name}\nawait {name}()")
+
+
+async def printing_into_what_is_there() -> None:
+    streams = [os.dup(fd) for fd in range(3)]
+    await asyncio.sleep(0)  # the loop has its own descriptors
+    for fd in range(3):
+        os.close(fd)
+    try:
+        await ts.initialize(capacity=256 << 20, prefault=0)
+        await ts.put("w", LARGE)
+        server = (await ts.status()).controller_pid
+        for fd in range(3):
+            with contextlib.suppress(OSError):
+                os.write(fd, b"printed by a library" * 1000)
+        again = await ts.get("w", torch.zeros_like(LARGE))
+        await ts.put("v", LARGE + 1)
+        opened = [os.readlink(f"/proc/self/fd/{fd}") for fd in range(3) if is_open(fd)]
+        of_server = [os.readlink(f"/proc/{server}/fd/{fd}") for fd in range(3)]
+        await ts.shutdown()
+    finally:
+        for fd, stream in enumerate(streams):
+            os.dup2(stream, fd)
+    assert torch.equal(again, LARGE)
+    assert [name for name in opened if name.startswith(("socket:", "/memfd:"))] == []
+    assert of_server == ["/dev/null"] * 3
+
+
+def is_open(fd: int) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{fd}")

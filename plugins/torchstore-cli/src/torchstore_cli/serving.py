@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -82,7 +83,7 @@ def _directory(name: str | None) -> Iterator[None]:
         path.mkdir(mode=0o700, exist_ok=True)
         info = path.stat()
     except OSError as error:
-        raise ConfigurationError(f"cannot use {name} for the sockets: {error}") from error
+        raise _unusable(name, error) from error
     if info.st_uid != os.getuid() or info.st_mode & 0o022:
         raise ConfigurationError(f"{name} must be yours, and nobody else may write to it")
     control = path / "control.sock"
@@ -92,12 +93,37 @@ def _directory(name: str | None) -> Iterator[None]:
     if listening:
         raise ConfigurationError(f"a store is running in {name} already")
     try:
+        _check_sockets(path)
         yield
     finally:
         control.unlink(missing_ok=True)
         PrivateDirectory(name).remove_dead()  # of a server that was killed
         if made and not any(path.iterdir()):
             path.rmdir()
+
+
+def _check_sockets(path: Path) -> None:
+    """Make a socket in a directory, and remove it. Not every file system has sockets: ``/proc`` has
+    none, some network and FUSE mounts have none, and others are mounted read-only.
+
+    Raises:
+        ConfigurationError: that is not possible.
+    """
+    trial = path / f"try-{os.getpid()}.sock"
+    try:
+        with socket.socket(socket.AF_UNIX) as unbound:
+            unbound.bind(str(trial))
+        trial.unlink()
+    except OSError as error:
+        raise _unusable(str(path), error) from error
+
+
+def _unusable(name: str, error: OSError) -> ConfigurationError:
+    why = os.strerror(error.errno or 0)
+    return ConfigurationError(
+        f"cannot make sockets in {name}: {why}. Give --directory one where this user may make "
+        "files and sockets, such as a directory in $XDG_RUNTIME_DIR or /tmp, or leave it out"
+    )
 
 
 def _is_listening(path: Path) -> bool:

@@ -605,9 +605,10 @@ class Client(VolumeOperations):
             VersionGoneError: that version is no longer kept, or the wait would be in vain, as in
                 ``wait``.
             StoreTimeoutError: the version did not appear in time.
-            LayoutMismatchError: names all entries that are missing, unexpected or mismatched, or
-                two whose destinations overlap in memory and are not the same; or two that differ
-                and have the same destination, which has the first of them then.
+            LayoutMismatchError: entries are missing, unexpected or mismatched (its ``details``
+                have all of them, its text the first); or the destinations of two overlap in memory
+                and are not the same; or two that differ have the same destination, which has the
+                first of them then.
         """
         pickle_too = self._moves_values(allow_pickle)
         with self._watch("get_state_dict", timeout, key) as clock:

@@ -26,7 +26,7 @@ from torchstore_core.errors import (
     TransportNotReadyError,
 )
 from torchstore_core.machine.processes import ProcessWatch
-from torchstore_core.machine.sockets.unix import check_descriptors, descriptors
+from torchstore_core.machine.sockets.unix import check_descriptors, descriptors, open_standard
 from torchstore_core.server.keeping.link import KeeperLink
 from torchstore_core.server.server import Ready, Server, ServerOptions
 from torchstore_core.server.serving.journal import log_to_stderr
@@ -73,6 +73,7 @@ def run(
         keeper: starts the server again if it dies; None: nobody does.
     """
     _take_signals()
+    open_standard()
     _return_large_blocks()
     gc.set_threshold(_COLLECT_EVERY, *gc.get_threshold()[1:])
     raise_descriptor_limit()
@@ -94,6 +95,7 @@ def keep(
     status. See ``keeping.keeper.Keeper``.
     """
     _take_signals()
+    open_standard()
     # Here is imported, once, what all lives of the server need; one without a keeper does not.
     from torchstore_core.server.keeping import compaction, recorded, returning  # noqa: F401
     from torchstore_core.server.keeping.keeper import Keeper

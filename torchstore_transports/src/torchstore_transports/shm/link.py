@@ -20,7 +20,7 @@ from torchstore_core.errors import (
     TransportUnavailableError,
 )
 from torchstore_core.machine import copying
-from torchstore_core.machine.sockets.unix import connect, unix_socket
+from torchstore_core.machine.sockets.unix import above_standard, connect, unix_socket
 from torchstore_core.machine.virtual_memory import (
     map_private,
     map_shared,
@@ -203,8 +203,10 @@ async def _attach(offer: bytes) -> dict[int, _Segment]:
             f"the server handed over {len(fds)} of {len(wanted)} segments through "
             f"{described.path} (it is another user's, or has too many on their way)"
         )
-    for fd in fds:
-        os.set_inheritable(fd, False)
+    try:
+        fds = above_standard(fds)
+    except OSError as error:
+        raise _no_descriptors() from error
     return {ident: _Segment(fd, n) for (ident, n), fd in zip(wanted, fds, strict=True)}
 
 
@@ -221,7 +223,7 @@ async def _receive(path: str, count: int) -> tuple[list[int], bool]:
             await readable.wait()
         finally:
             loop.remove_reader(sock.fileno())
-        _, fds, flags, _ = socket.recv_fds(sock, HEADER_MAX, count)
+        _, fds, flags, _ = socket.recv_fds(sock, HEADER_MAX, count, socket.MSG_CMSG_CLOEXEC)
         return fds, bool(flags & socket.MSG_CTRUNC)
 
 

@@ -24,7 +24,12 @@ from torchstore_core.clients.transfer.targets import (
     resolve,
 )
 from torchstore_core.clients.values import nesting
-from torchstore_core.clients.values.differences import StateDictReport, in_words, mismatch_error
+from torchstore_core.clients.values.differences import (
+    MOST_NAMED,
+    StateDictReport,
+    in_words,
+    mismatch_error,
+)
 from torchstore_core.clients.values.nesting import Leaf
 from torchstore_core.clients.values.sharding import (
     is_sharded,
@@ -40,8 +45,6 @@ from torchstore_core.wire import messages as m
 __all__ = ["FetchResult", "Filling", "StateDictReport", "fetch", "plan_get"]
 
 log = logging.getLogger(__name__)
-#: How many names of each kind of difference a warning has; ``report=`` has all.
-_MOST_LOGGED = 20
 
 
 class Wanted(NamedTuple):
@@ -225,15 +228,20 @@ async def _fetch(
     found = how.report if how.report is not None else StateDictReport()
     targets, whole, beside, again = _matching(wanted, reply, starts, found, cast=how.cast)
     if found and how.strict:
-        what = f"{key!r} version {reply.version}"
-        raise mismatch_error(what, found, key, hint=_hint(wanted, found))
+        hint = _hint(wanted, found)
+        if found.mismatched and not hint and not how.cast:
+            cast = StateDictReport()
+            _matching(wanted, reply, starts, cast, cast=True)
+            if not cast.mismatched:
+                hint = "Give cast=True to convert one floating-point dtype to the other"
+        raise mismatch_error(f"{key!r} version {reply.version}", found, key, hint=hint)
     check_apart(targets, whole)
     values = await leasing.read([*targets, *beside], how.allow_pickle, whole)
     for at, first in differing(values, again):
         names = wanted.asks[first].key, wanted.asks[at].key
         _add_difference(key, names, found, strict=how.strict)
     if found:
-        log.warning("%r version %d: %s", key, reply.version, in_words(found, _MOST_LOGGED))
+        log.warning("%r version %d: %s", key, reply.version, in_words(found, MOST_NAMED))
     made = _filled(wanted, targets, values)
     return FetchResult(made, len(targets) + len(whole), reply.version)
 

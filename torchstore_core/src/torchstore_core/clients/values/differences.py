@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from torchstore_core.errors import LayoutMismatchError
 from torchstore_core.values import ObjectRef
 
+#: Most names of each kind of difference that a message or a warning lists.
+MOST_NAMED = 20
+
 #: What wrappers of modules add to the names of their entries.
 _WRAPPERS = re.compile(
     r"(?<![^./])(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
@@ -57,12 +60,17 @@ def in_words(report: StateDictReport, most: int | None = None) -> str:
 def mismatch_error(
     what: str, report: StateDictReport, key: str | None = None, *, hint: str = ""
 ) -> LayoutMismatchError:
-    """Return an error that lists everything that is wrong with a destination of ``what``, and says
-    what to do, if there is a ``hint`` or names differ only by those of wrappers.
+    """Return an error that says what is wrong with a destination of ``what``, and before that what
+    to do, if there is a ``hint`` or names differ only by those of wrappers. Its text has at most
+    :data:`MOST_NAMED` names of each kind, its details have all.
     """
     hint = hint or _wrapped(report)
+    some, every = in_words(report, MOST_NAMED), in_words(report)
     return LayoutMismatchError(
-        f"{what} does not match; nothing was written. {report}" + (hint and f". {hint}"),
+        f"{what} does not match; nothing was written. "
+        + (hint and f"{hint}. ")
+        + some
+        + (" (all of them are in the `details` of this error)" if some != every else ""),
         key=key,
         details={
             "missing": report.missing,

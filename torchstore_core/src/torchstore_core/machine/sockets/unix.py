@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import os
 import resource
 import socket
 import struct
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from torchstore_core.errors import TransportNotReadyError
@@ -22,6 +23,8 @@ from torchstore_core.errors import TransportNotReadyError
 #: What the system says when this process may open no more, or no process may.
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
+# The largest descriptor of a standard stream: standard error's.
+_LAST_STANDARD = 2
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.05
 
@@ -36,8 +39,12 @@ def unix_socket() -> Iterator[socket.socket]:
     Raises:
         TransportNotReadyError: this process has no file descriptor left for it.
     """
-    with descriptors("a connection to a store"):
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with descriptors("a connection to a store"), ExitStack() as opened:
+        sock = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        if sock.fileno() <= _LAST_STANDARD:
+            (fd,) = above_standard([sock.detach()])
+            sock = socket.socket(fileno=fd)
+        opened.pop_all()
     sock.setblocking(False)
     # The except clause is not enough: the collector may finalize the socket first, which warns.
     guard = weakref.finalize(asyncio.current_task() or asyncio.get_running_loop(), _close, sock)
@@ -49,6 +56,41 @@ def unix_socket() -> Iterator[socket.socket]:
         raise
     finally:
         guard.detach()
+
+
+def above_standard(fds: Sequence[int]) -> list[int]:
+    """Return descriptors, with duplicates in place of 0, 1 and 2. A process that has closed its
+    standard streams without opening others, as some daemons do, gets these numbers next, and what a
+    library prints to standard error there would be written to a connection, or over tensors.
+
+    Raises:
+        OSError: this process has no descriptor left; all that were given are closed then.
+    """
+    made: list[int] = []
+    with ExitStack() as opened:
+        for fd in fds:
+            opened.callback(os.close, fd)
+        for fd in fds:
+            made.append(fd)
+            if fd <= _LAST_STANDARD:
+                made[-1] = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _LAST_STANDARD + 1)
+                opened.callback(os.close, made[-1])
+        opened.pop_all()
+    for fd in set(fds) - set(made):
+        os.close(fd)
+    return made
+
+
+def open_standard() -> None:
+    """Open ``/dev/null`` in place of standard descriptors that are closed, in a process that is the
+    store's own.
+    """
+    while True:
+        fd = os.open(os.devnull, os.O_RDWR)
+        if fd > _LAST_STANDARD:
+            os.close(fd)
+            return
+        os.set_inheritable(fd, True)
 
 
 def check_descriptors(purpose: str, count: int = 1) -> None:
