@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import wait
 
 import pytest
 
 from torchstore_core import blocking
+from torchstore_snapshot.api import pending
 from torchstore_snapshot.background import process, stores
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _nothing_stays() -> Iterator[None]:
     """The tests of a module share a writer process and the store that snapshots have started for
-    this process. Other tests count the servers that are its children.
+    this process. Other tests count the servers that are its children. What is not finished, this
+    process would wait for when it ends, and with it all tests.
     """
     yield
     if process._current is not None:
         process._current.close()
     blocking.shutdown(stores.own_name())
     blocking.shutdown(stores.bounded_name())
+    assert not wait({*pending._unfinished}, 60).not_done

@@ -132,9 +132,11 @@ def test_what_is_no_other_argument(tmp_path: Path) -> None:
             Snapshot(path, pg=given).restore(STATE)
     with pytest.raises(ts.ConfigurationError, match="this rank is not in the process group"):
         Snapshot.take(path, STATE, pg=dist.GroupMember.NON_GROUP_MEMBER)
+    ended: Future[None] = Future()  # otherwise this process waits for it when it ends
+    ended.set_result(None)
     for given in ("", b"x", -1, True, float("nan")):
         with pytest.raises(ts.ConfigurationError, match="timeout"):
-            PendingSnapshot(Snapshot(path), Future()).wait(given)
+            PendingSnapshot(Snapshot(path), ended).wait(given)
         with pytest.raises(ts.ConfigurationError, match="grace"):
             gc(path, grace=given)
         for name in ("rank", "file_max"):
