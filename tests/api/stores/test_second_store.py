@@ -406,3 +406,25 @@ async def _find_stores() -> None:
                 os.kill(one.pid, signal.SIGCONT)
         finally:
             await ts.shutdown("ranks'")
+
+
+async def test_a_program_that_replaces_itself_is_told_of_the_store_that_it_had() -> None:
+    """It keeps the process, to which the store belongs, and loses all knowledge of it."""
+    out = await run_script(
+        fresh=True,
+        body="""
+    import os, warnings
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        await ts.initialize(capacity=16 << 20, prefault=0)
+    if "AGAIN" not in os.environ:
+        assert not caught
+        os.environ["AGAIN"] = await ts.address()
+        os.execv(sys.executable, sys.orig_argv)
+    assert os.environ["AGAIN"] != await ts.address()
+    print(caught[0].message)
+    await ts.shutdown()
+    """,
+    )
+    assert "before it replaced its program" in out
+    assert "call shutdown before the program is replaced" in out

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -153,6 +154,31 @@ async def test_a_python_that_may_not_be_run_says_so(
     python.touch(0o600)
     monkeypatch.setattr("sys.executable", str(python))
     with pytest.raises(ts.StoreClosedError, match=rf"Permission denied: '{python}'$"):
+        await ts.initialize(store_name="embedded", capacity=MB)
+
+
+async def test_a_frozen_program_is_not_started_again_as_a_server(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """It would start itself, and that itself once more, without end."""
+    started = tmp_path / "started"
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\ntouch {started}\n")
+    program.chmod(0o700)
+    python = sys.executable
+    monkeypatch.setattr("sys.executable", str(program))
+    monkeypatch.setattr("sys.frozen", True, raising=False)
+    with pytest.raises(ts.ConfigurationError, match="this program is frozen"):
+        await ts.initialize(store_name="frozen", capacity=MB)
+    assert not started.exists()
+    monkeypatch.setattr("sys.executable", python)  # as the error says
+    await ts.initialize(store_name="frozen", capacity=MB, prefault=0)
+    await ts.shutdown("frozen")
+
+
+async def test_an_executable_that_is_no_python_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.executable", "/bin/true")
+    with pytest.raises(ts.StoreClosedError, match=r"run by sys\.executable, /bin/true"):
         await ts.initialize(store_name="embedded", capacity=MB)
 
 

@@ -88,3 +88,19 @@ def test_where_no_directory_can_be_made_another_place_is_asked_for(
         for make in (runtime_directory, PrivateDirectory):
             with pytest.raises(ConfigurationError, match="Set XDG_RUNTIME_DIR or TMPDIR"):
                 make()
+
+
+def test_they_have_all_rights_of_their_owner_whatever_the_umask_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where no user may pass through, no socket can be made, nor connected to."""
+    with tempfile.TemporaryDirectory(prefix="ts-") as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        before = os.umask(0o177)  # no execution, of files
+        try:
+            directory = PrivateDirectory()
+        finally:
+            os.umask(before)
+        for path in (runtime_directory(), directory.path):
+            assert path.stat().st_mode & 0o777 == 0o700
+        directory.remove()

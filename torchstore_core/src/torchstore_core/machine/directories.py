@@ -21,6 +21,7 @@ MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
 #: Name of the control socket in a private directory.
 CONTROL = "control.sock"
 
+_PRIVATE = 0o700
 _STALE_AFTER_S = 10.0
 # Whoever makes a directory binds a socket in it within seconds, even on a busy host.
 _EMPTY_FOR_S = 600.0
@@ -46,6 +47,7 @@ class PrivateDirectory:
         remove_stale(base)
         with _explained():
             self.path = Path(tempfile.mkdtemp(dir=base))
+            self.path.chmod(_PRIVATE)  # whatever the umask is
 
     @property
     def control(self) -> str:
@@ -77,7 +79,8 @@ def make_again(directory: str) -> None:
     """
     path = Path(directory)
     if not path.exists() and path.parent == runtime_directory():
-        path.mkdir(mode=0o700)
+        path.mkdir(mode=_PRIVATE)
+        path.chmod(_PRIVATE)
 
 
 def runtime_directory() -> Path:
@@ -116,7 +119,13 @@ def _made_directory() -> Path:
         path = Path(tempfile.gettempdir()) / f"torchstore-{os.getuid()}"
     if len(os.fsencode(path)) > 70:  # a Unix socket's path has at most 107 bytes
         path = Path("/tmp") / f"torchstore-{os.getuid()}"  # noqa: S108 - checked just below
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=_PRIVATE, parents=True)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+        return path
+    path.chmod(_PRIVATE)  # the umask may have taken more away than the rights of others
     return path
 
 

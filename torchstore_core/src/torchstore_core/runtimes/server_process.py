@@ -60,13 +60,20 @@ class ServerProcess:
             StoreTimeoutError: it took longer than ``timeout`` seconds.
             StoreClosedError: the process has ended, or could not be started.
             TransportNotReadyError: this process has no file descriptor left.
-            ConfigurationError: Python does not know its executable.
+            ConfigurationError: Python does not know its executable, or the program is frozen.
             TorchStoreError: why the server cannot start.
         """
         if not sys.executable:
             raise ConfigurationError(
                 "sys.executable is empty, as where Python is embedded in another program: set it "
                 "to the interpreter that is to run the server"
+            )
+        if getattr(sys, "frozen", False) and "python" not in os.path.basename(sys.executable):
+            raise ConfigurationError(
+                f"this program is frozen (by PyInstaller, say), so {sys.executable} is the program "
+                "itself, and would be started once more instead of a server: start one with "
+                "`torchstore serve`, and connect to it; or set sys.executable to a Python that has "
+                "these packages"
             )
         # -P: the server must not import modules that happen to be in the current directory. It gets
         # a process session of its own, so that Ctrl-C goes only to the owner, which then stops it.
@@ -126,7 +133,8 @@ class ServerProcess:
             answer = msgspec.json.decode(line, type=dict[str, str | int])
         except msgspec.DecodeError as error:
             raise StoreClosedError(
-                "the server ended while starting; its standard error says why"
+                "the server ended while starting; its standard error says why. It was to be run by "
+                f"sys.executable, {sys.executable}"
             ) from error
         if "address" not in answer:
             raise from_wire(str(answer.get("error")), f"server: {answer.get('message')}", None, {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 from collections.abc import Callable
 
@@ -74,6 +75,15 @@ async def warn_of_another(store_name: str) -> None:
         if other is None:
             log.info("%s %s, where no store is any more", names_it, where)
             continue
+        if other.owner_pid == os.getpid() and not table.is_known(where):
+            warn(
+                f"{names_it} a store that is running ({where}, process {other.pid}), which this "
+                "process started before it replaced its program (as `os.execv` does). That store "
+                "keeps its memory until this process ends, and this starts another one: to use "
+                "the one that runs, call connect_or_initialize; to have one only, call shutdown "
+                "before the program is replaced"
+            )
+            return
         owner = f"process {other.pid}" if other.error is None else other.error
         warn(
             f"{names_it} a store that is running ({where}, {owner}), and this starts another one, "

@@ -137,6 +137,11 @@ def known(store_name: str) -> JoinedStore | None:
     return _stores.get(check_store_name(store_name))
 
 
+def is_known(address: str) -> bool:
+    """Whether this process has joined a store at that address, by whatever name."""
+    return any(store.address == address for store in [*_stores.values()])
+
+
 async def connect(
     address: str,
     store_name: str,
