@@ -193,6 +193,8 @@ def pytest_collection_finish() -> None:
     _modules = len(sys.modules)
     gc.enable()
     gc.freeze()
+    # Tests of state machines make objects by the million: a few collections in place of hundreds.
+    gc.set_threshold(5_000)
 
 
 def pytest_unconfigure() -> None:
