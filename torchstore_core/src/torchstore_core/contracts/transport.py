@@ -93,6 +93,8 @@ class LinkContext(msgspec.Struct, frozen=True):
 
     ``same_host`` is proven (same boot id *and* the Unix socket was reached), never guessed.
     ``offered``: whether the volume has an offer of this transport; ``offer`` is the offer.
+    ``directory``: where this process has found the socket of the volume's server. In a container it
+    may be another path than that by which the server knows it; empty if it is not known.
     ``handshake``: sends a request to the server half, and returns its answer; only for links, not
     for bids. It raises the error that the server half raises, and TransportUnavailableError if the
     volume does not serve the transport.
@@ -104,6 +106,7 @@ class LinkContext(msgspec.Struct, frozen=True):
     offered: bool
     offer: bytes = b""
     handshake: Callable[[bytes], Awaitable[bytes]] | None = None
+    directory: str = ""
 
 
 class TransportSpec(msgspec.Struct, frozen=True):

@@ -77,7 +77,7 @@ class ShmLink(Link):
 
     @classmethod
     async def connect(cls, offer: bytes, context: LinkContext) -> ShmLink:
-        return cls(await _attach(offer))
+        return cls(await _attach(offer, context.directory))
 
     async def write(self, copies: Sequence[Copy]) -> None:
         await self._copy(copies, into_segment=True)
@@ -168,16 +168,17 @@ class ShmLink(Link):
         return state
 
 
-async def _attach(offer: bytes) -> dict[int, _Segment]:
+async def _attach(offer: bytes, directory: str) -> dict[int, _Segment]:
     """Connect to the offer's socket and receive the segments."""
     try:
         described = msgspec.msgpack.decode(offer, type=Offer)
     except msgspec.DecodeError as error:
         raise TransportUnavailableError(f"not an offer of shm: {error}") from error
     wanted = described.segments
+    path = _found(described.path, directory)
     try:
         async with asyncio.timeout(_HAND_OVER_S):
-            fds, truncated = await _receive(described.path, len(wanted))
+            fds, truncated = await _receive(path, len(wanted))
     except TimeoutError as error:
         raise TransportNotReadyError(
             f"the server did not hand over its memory within {_HAND_OVER_S:.0f} s; it is busy, or "
@@ -188,11 +189,11 @@ async def _attach(offer: bytes) -> dict[int, _Segment]:
             raise _no_descriptors() from error
         if error.errno in _NOBODY_LISTENS:
             raise TransportNotReadyError(
-                f"nobody listens at {described.path}: the server has died, and may come back",
-                details={"died": described.path},
+                f"nobody listens at {path}: the server has died, and may come back",
+                details={"died": path},
             ) from error
         raise TransportUnavailableError(
-            f"cannot receive segments through {described.path}: {error}"
+            f"cannot receive segments through {path}: {error}"
         ) from error
     if len(fds) != len(wanted):
         for fd in fds:
@@ -201,13 +202,22 @@ async def _attach(offer: bytes) -> dict[int, _Segment]:
             raise _no_descriptors()
         raise TransportNotReadyError(
             f"the server handed over {len(fds)} of {len(wanted)} segments through "
-            f"{described.path} (it is another user's, or has too many on their way)"
+            f"{path} (it is another user's, or has too many on their way)"
         )
     try:
         fds = above_standard(fds)
     except OSError as error:
         raise _no_descriptors() from error
     return {ident: _Segment(fd, n) for (ident, n), fd in zip(wanted, fds, strict=True)}
+
+
+def _found(path: str, directory: str) -> str:
+    """Where a socket is: at the path that the server knows, or else, as in a container into which
+    that was mounted at another place, in the directory where its control socket was found.
+    """
+    elsewhere = os.path.join(directory, os.path.basename(path))
+    moved = directory and not os.path.exists(path) and os.path.exists(elsewhere)
+    return elsewhere if moved else path
 
 
 async def _receive(path: str, count: int) -> tuple[list[int], bool]:

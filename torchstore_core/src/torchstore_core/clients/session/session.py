@@ -70,6 +70,7 @@ class Session:
                 policy,
                 functools.partial(_handshake, weakref.ref(self), info.index),
                 comes_back=welcome.life > 0,
+                directory=os.path.dirname(socket_path(address)),
             )
             for info in welcome.volumes
         ]

@@ -98,6 +98,7 @@ class VolumeLinks:
         same_host: whether the volume is on this host; the caller has proven it.
         handshake: carries a request to the server half of the transport of that name.
         comes_back: whether the volume's server is started again when it dies.
+        directory: where this process has found the socket of the volume's server.
     """
 
     def __init__(
@@ -110,11 +111,14 @@ class VolumeLinks:
         handshake: Callable[[str, bytes], Awaitable[bytes]],
         *,
         comes_back: bool = False,
+        directory: str = "",
     ) -> None:
         self.info = info
         self._comes_back = comes_back
         self._rank = functools.partial(_ranking, registry, policy)
-        self.context = LinkContext(here, info.topology, same_host, offered=False)
+        self.context = LinkContext(
+            here, info.topology, same_host, offered=False, directory=directory
+        )
         self._handshake = handshake
         self.ranking = self._rank(self.context, info)
         self._links: dict[str, Link] = {}
