@@ -28,8 +28,9 @@ from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.spilling.delays import Delayed
 from torchstore_core.server.spilling.moves import Mover
 from torchstore_core.server.spilling.policy import State, Tracked
-from torchstore_core.server.spilling.spill_file import Extent, SpillFile, spanned
+from torchstore_core.server.spilling.spill_file import SpillFile
 from torchstore_core.wire import messages as m
+from torchstore_core.wire.spilling import Extent, spanned
 
 CAPACITY = 256 << 10
 SIZES = (100, 4096, 20_000, 70_000)  # the last of them is not small
@@ -75,7 +76,7 @@ class World:
         self.timers: list[tuple[float, int, Callable[[], None]]] = []
         records = [VolumeRecord(v.info, v.memory, v.halves) for v in self.records]
         memories = [v.memory.fd for v in records]  # type: ignore[attr-defined]
-        self.mover = Mover(file, records, memories, self.soon.put)
+        self.mover = Mover.here(file, records, memories, self.soon.put)
         self.controller = RecordedController(
             self.logs[-1],
             records,
@@ -250,7 +251,7 @@ class World:
             self.turn(wait=True)
         self.controller.delete([*self.there, *self.cached], False, (self.session, 0))
         assert self.controller.volumes[0].used == 0
-        while self.file.used:  # what was deleted while it was being written
+        while self.mover.used:  # what was deleted while it was being written
             self.turn(wait=True)
 
     def read_back(self, key: str) -> None:
@@ -271,7 +272,7 @@ class World:
             assert room < max(SIZES), "it is refused although there is room"
             values = self.controller.spilling.values
             stays = [t for t in values.all() if t.state is State.DIRTY]
-            assert self.file.free < min(spanned(0, t.nbytes) for t in stays)
+            assert self.mover.free < min(spanned(0, t.nbytes) for t in stays)
             largest = max(stays, key=lambda t: t.nbytes).key
             self.controller.delete([largest], False, (self.session, next(self.numbers)))
             del self.there[largest]

@@ -289,7 +289,7 @@ class Server:
 
             memories = [volume.memory.fd for volume in self._volumes]
             soon = functools.partial(call_from_thread, self._loop)
-            mover = Mover(self._spill_file, volumes, memories, soon)
+            mover = Mover.here(self._spill_file, volumes, memories, soon)
         # The incarnation belongs to the memory, which may be older than this process.
         kept = None if self._keeper is None else self._keeper.facts.get("incarnation")
         given: dict[str, Any] = {

@@ -21,8 +21,8 @@ from torchstore_core.server.index.records import Value
 from torchstore_core.server.keeping.log import SPARE_OF_STEPS
 from torchstore_core.server.spilling.delays import Delayed
 from torchstore_core.server.spilling.policy import State, Tracked
-from torchstore_core.server.spilling.spill_file import Extent
 from torchstore_core.server.spilling.spilling import Spilling
+from torchstore_core.wire.spilling import Extent
 
 if TYPE_CHECKING:
     from torchstore_core.server.spilling.moves import Mover

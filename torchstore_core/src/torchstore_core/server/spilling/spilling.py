@@ -22,7 +22,7 @@ from torchstore_core.server.spilling.policy import Residency, State, Ticket, Tra
 from torchstore_core.wire import messages as m
 
 if TYPE_CHECKING:
-    from torchstore_core.server.spilling.moves import Mover
+    from torchstore_core.server.spilling.moves import Mover, Site
 
 
 # Writing begins when less than the first part of the capacity is free or can be freed at once,
@@ -70,7 +70,7 @@ class Spilling:
         self._mover = mover
         self._capacity = sum(v.info.capacity_bytes for v in volumes)
         self.active = False
-        self.values = Residency()
+        self.values = Residency(by_volume=mover is not None and mover.by_volume)
         self.room = RoomQueue()
         self.evicted = (0, 0)
         self._last_progress = 0.0
@@ -174,10 +174,11 @@ class Spilling:
                 continue
             count = f"{len(values):,} values" if len(values) > 1 else repr(values[0].value.key)
             leased = sum(v.leased for v in self._volumes)
+            left = self._range_left(0, self._volumes)
             error = StoreFullError(
                 f"{count} ({nbytes:,} bytes) cannot be brought back from disk, because memory of "
                 f"{self._capacity:,} bytes has no room: readers hold {leased:,}, and the largest "
-                f"range without values that have to stay has {self._range_left(0):,}. Get fewer "
+                f"range without values that have to stay has {left:,}. Get fewer "
                 "values at once, drop tensors that zero-copy gets returned, or delete keys",
                 key=values[0].key,
                 details={
@@ -200,7 +201,7 @@ class Spilling:
         value = tracked.value
         key = prefix + value.key if prefix or value.box is None else tracked.key
         reason = tracked.failure
-        place = "" if self._mover is None else self._mover.file.directory
+        place = "" if self._mover is None else self._mover.directory
         advice = "Put it again"
         if not tracked.is_damaged:
             tracked.failure = ""  # the next get tries again
@@ -261,7 +262,7 @@ class Spilling:
 
     def _why_full(self, mover: Mover) -> str:
         """What a request waits for that needs memory."""
-        where, bytes_of = repr(mover.file.directory), self.values.bytes_of
+        where, bytes_of = repr(mover.directory), self.values.bytes_of
         waiting = bytes_of[State.WRITING] + bytes_of[State.DIRTY]
         leased = sum(v.leased for v in self._volumes)
         unfinished = sum(v.unfinished for v in self._volumes)
@@ -287,36 +288,51 @@ class Spilling:
             Delayed: it is being tried whether the disk takes more now.
         """
         mover = self._mover
-        if mover is None:
-            return True
-        left = 0 if mover.trouble else mover.file.left
-        if left >= self._capacity:
-            return True
-        largest = self.values.largest_on_disk()
-        if left >= 4 * largest and not mover.trouble:
-            return True
-        if self._range_left(nbytes) >= largest:
+        if mover is None or all(
+            self._leaves_room(number, site, self._served(mover, number), nbytes)
+            for number, site in enumerate(mover.sites)
+        ):
             return True
         mover.write(nbytes)
         if self.values.bytes_of[State.WRITING]:
             raise self.delayed(self._why_full(mover))
         return False
 
-    def _range_left(self, nbytes: int) -> int:
-        """Bytes of the largest range of memory that can be free after a put of so many. What the
-        server has in its own memory takes none of it, but counts towards the capacity.
+    def _served(self, mover: Mover, number: int) -> Sequence[VolumeRecord]:
+        """The volumes to which what one of the spill files has can come back."""
+        return self._volumes[number : number + 1] if mover.by_volume else self._volumes
+
+    def _leaves_room(
+        self, number: int, site: Site, volumes: Sequence[VolumeRecord], nbytes: int
+    ) -> bool:
+        """:meth:`leaves_room` for what one of the spill files has."""
+        if site.lost:
+            return True
+        left = 0 if site.trouble else site.left
+        if left >= sum([volume.info.capacity_bytes for volume in volumes]):
+            return True
+        largest = self.values.largest_on_disk(number)
+        if left >= 4 * largest and not site.trouble:
+            return True
+        return self._range_left(nbytes, volumes) >= largest
+
+    def _range_left(self, nbytes: int, volumes: Sequence[VolumeRecord]) -> int:
+        """Bytes of the largest range of these volumes' memory that can be free after a put of so
+        many. What the server has in its own memory takes none of it, but counts towards the
+        capacity.
         """
-        there = sum(volume.free for volume in self._volumes if not volume.lost) - nbytes
+        alive = {volume.index: volume for volume in volumes if not volume.lost}
+        there = sum(volume.free for volume in alive.values()) - nbytes
         free = [
             (volume.index, offset, size)
-            for volume in self._volumes
-            if not volume.lost
+            for volume in alive.values()
             for offset, size in volume.allocator.free_ranges()
         ]
         for tracked in self.values.disposable():
-            places = tracked.value.places
-            there += tracked.nbytes * max(1, len(places))
-            free += [(volume, at, tracked.nbytes) for volume, at in places]
+            places = [place for place in tracked.value.places if place[0] in alive]
+            if places or tracked.value.volume in alive:
+                there += tracked.nbytes * max(1, len(places))
+                free += [(volume, at, tracked.nbytes) for volume, at in places]
         return max(0, min(there, _left_over(free, nbytes)))
 
     def delayed(self, why: str) -> Delayed:
@@ -448,9 +464,9 @@ class Spilling:
         if mover is None:
             return SpillStatus(evicted=evicted, evicted_bytes=evicted_bytes)
         return SpillStatus(
-            directory=mover.file.directory,
-            capacity_bytes=mover.file.capacity,
-            disk_bytes=mover.file.used,
+            directory=mover.directory,
+            capacity_bytes=mover.capacity,
+            disk_bytes=mover.used,
             spilled=values.count_of[State.ON_DISK],
             spilled_bytes=values.bytes_of[State.ON_DISK],
             clean_bytes=values.bytes_of[State.CLEAN],
@@ -460,8 +476,8 @@ class Spilling:
             evicted=evicted,
             evicted_bytes=evicted_bytes,
             trouble=mover.trouble,
-            file_system=mover.file.file_system,
-            left_bytes=mover.file.left,
+            file_system=mover.file_system,
+            left_bytes=mover.left,
         )
 
     def noted(self, error: StoreFullError) -> StoreFullError:
@@ -469,12 +485,10 @@ class Spilling:
         if self._mover is None:
             return error
         of, mover = self.values.bytes_of, self._mover
-        text = f"{human_bytes(of[State.ON_DISK])} are spilled to {mover.file.directory!r}"
+        text = f"{human_bytes(of[State.ON_DISK])} are spilled to {mover.directory!r}"
         trouble = mover.trouble
-        if not trouble and mover.file.free < self._capacity:
-            trouble = (
-                f"{human_bytes(mover.file.free)} of {human_bytes(mover.file.capacity)} are left"
-            )
+        if not trouble and mover.free < self._capacity:
+            trouble = f"{human_bytes(mover.free)} of {human_bytes(mover.capacity)} are left"
         if trouble:
             text += f", and no more can be: {trouble}"
         else:
