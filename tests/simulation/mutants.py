@@ -30,7 +30,7 @@ from torchstore_core.server.spilling.policy import Residency, State, Tracked
 from torchstore_core.server.spilling.space import SpillSpace
 from torchstore_core.server.spilling.spilling import Spilling
 from torchstore_core.wire import messages as m
-from torchstore_core.wire.spilling import SpillDone
+from torchstore_core.wire.volumes.spilling import SpillDone
 
 __all__ = ["MUTANTS"]
 

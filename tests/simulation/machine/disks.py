@@ -21,8 +21,8 @@ from tests.simulation.machine.memory import LINE, Memory
 from torchstore_core.machine.directories import file_system
 from torchstore_core.server.spilling import moves, space, spill_file, spilling, threads
 from torchstore_core.server.spilling.spill_file import SpillFile
-from torchstore_core.wire import spilling as orders
-from torchstore_core.wire.spilling import Extent
+from torchstore_core.wire.volumes import spilling as orders
+from torchstore_core.wire.volumes.spilling import Extent
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

@@ -23,7 +23,7 @@ from torchstore_core.server.spilling.spill_file import SpillFile
 from torchstore_core.server.spilling.threads import SpillThreads
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
-from torchstore_core.wire.spilling import Extent
+from torchstore_core.wire.volumes.spilling import Extent
 
 _MB = 1 << 20
 _FACTS = ClientFacts("host", "host", 1)

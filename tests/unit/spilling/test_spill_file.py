@@ -31,7 +31,7 @@ from torchstore_core.server.spilling.checksums import checksum
 from torchstore_core.server.spilling.mapped import KEPT, MappedSegment
 from torchstore_core.server.spilling.space import PIECE, SpillSpace
 from torchstore_core.server.spilling.spill_file import DamagedError, SpillFile
-from torchstore_core.wire.spilling import Extent, spanned
+from torchstore_core.wire.volumes.spilling import Extent, spanned
 
 CAPACITY = 64 << 20
 _FILLED = b"\xaa"

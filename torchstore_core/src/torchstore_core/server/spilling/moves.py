@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from torchstore_core import moments
@@ -16,8 +16,8 @@ from torchstore_core.server.spilling.policy import Residency, State, Tracked
 from torchstore_core.server.spilling.space import SpillSpace
 from torchstore_core.server.spilling.spill_file import SpillFile
 from torchstore_core.server.spilling.threads import READERS, SpillThreads
-from torchstore_core.wire import spilling as orders
-from torchstore_core.wire.spilling import Place, SpillDone, SpillTrouble, spanned
+from torchstore_core.wire.volumes import spilling as orders
+from torchstore_core.wire.volumes.spilling import Place, SpillDone, SpillTrouble, spanned
 
 log = logging.getLogger(__name__)
 
@@ -176,6 +176,16 @@ class Mover:
         """Until :meth:`go_on`, nothing is read or written: what is noted has happened before."""
         self._repeating = True
 
+    def lose(self, index: int) -> None:
+        """A volume is lost, and its spill file with it, if it has one of its own."""
+        if self.by_volume:
+            self.sites[index].lost = True
+
+    def only_in_memory(self, tracked: Tracked) -> None:
+        """Give up the copy on disk of a value that is in memory, too."""
+        self._values.move(tracked, State.DIRTY)
+        self._discard(tracked)
+
     def go_on(self) -> None:
         """From now on, the files have what the values say; those that were being read are read."""
         self._repeating = False
@@ -186,6 +196,9 @@ class Mover:
                 extents[self._number(one)].append(one.extent)
         for site, occupied in zip(self.sites, extents, strict=True):
             site.space.occupy(occupied, site.file.size)
+        for volume in self._volumes:
+            if volume.lost:
+                self.lose(volume.index)
         self._submit_reads(self.reading)
 
     @property
@@ -239,19 +252,22 @@ class Mover:
 
     # ---- to disk --------------------------------------------------------------------------
 
-    def write(self, nbytes: int, *, at_any_price: bool = False) -> None:
+    def write(
+        self, nbytes: int, *, at_any_price: bool = False, only: Collection[int] | None = None
+    ) -> None:
         """Have values written, the least recently used first, until ``nbytes`` are under way.
 
         Args:
+            only: only values of these volumes; None: any.
             at_any_price: somebody waits for it. If a spill file is full, also give up the copies
                 in it of values that are in memory.
         """
-        self._write(nbytes, at_any_price)
+        self._write(nbytes, at_any_price, only)
         if at_any_price:
             for site in self.sites:
                 site.file.hurry()
 
-    def _write(self, nbytes: int, at_any_price: bool) -> None:
+    def _write(self, nbytes: int, at_any_price: bool, only: Collection[int] | None) -> None:
         values = self._values
         now = moments.monotonic()
         # A copy that a get has left in the full file can be given up at once for another value.
@@ -269,6 +285,8 @@ class Mover:
             return
 
         def is_ready(tracked: Tracked) -> bool:
+            if only is not None and tracked.value.volume not in only:
+                return False
             return len(ready) == len(self.sites) or self._site(tracked) in ready
 
         found: list[Tracked] = []
@@ -333,8 +351,7 @@ class Mover:
             clean = values.newest(State.CLEAN, self._number(found[0]))
             if clean is None:
                 break
-            values.move(clean, State.DIRTY)
-            self._discard(clean)
+            self.only_in_memory(clean)
         return found
 
     def _submit_together(self, site: Site, batch: Sequence[Tracked]) -> None:

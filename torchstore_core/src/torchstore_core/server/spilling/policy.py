@@ -27,7 +27,7 @@ from torchstore_core.server.index.records import Value
 from torchstore_core.server.memory.allocator import rounded
 
 if TYPE_CHECKING:
-    from torchstore_core.wire.spilling import Extent, SpillTrouble
+    from torchstore_core.wire.volumes.spilling import Extent, SpillTrouble
 
 
 class State(enum.IntEnum):

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from torchstore_core.server.memory.allocator import Allocator
-from torchstore_core.wire.spilling import Extent, spanned
+from torchstore_core.wire.volumes.spilling import Extent, spanned
 
 _PAGE = 4096
 #: A value is moved and checked in pieces of this many bytes.

@@ -23,7 +23,7 @@ from torchstore_core.machine.directories import MEMORY_FILE_SYSTEMS, file_system
 from torchstore_core.server.spilling.checksums import checksum
 from torchstore_core.server.spilling.mapped import MappedSegment
 from torchstore_core.server.spilling.space import PIECE
-from torchstore_core.wire.spilling import Extent
+from torchstore_core.wire.volumes.spilling import Extent
 
 log = logging.getLogger(__name__)
 

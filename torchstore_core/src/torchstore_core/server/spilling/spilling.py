@@ -68,7 +68,6 @@ class Spilling:
         self.default = default or m.PINNED
         self._later = later
         self._mover = mover
-        self._capacity = sum(v.info.capacity_bytes for v in volumes)
         self.active = False
         self.values = Residency(by_volume=mover is not None and mover.by_volume)
         self.room = RoomQueue()
@@ -77,6 +76,11 @@ class Spilling:
         self._retry_is_due = self._is_timed = False
         if mover is not None:
             mover.begin(self.values, self._moved, self._read_ended, later)
+
+    @property
+    def _capacity(self) -> int:
+        """Bytes of all volumes that are not lost."""
+        return sum([v.info.capacity_bytes for v in self._volumes if not v.lost])
 
     # ---- puts -----------------------------------------------------------------------------
 
@@ -169,8 +173,9 @@ class Spilling:
 
     def _bring_back(self, values: Sequence[Tracked], mover: Mover) -> None:
         nbytes = sum(t.nbytes for t in values)
+        only = {t.value.volume for t in values} if mover.by_volume else None
         while not self._begin_reading(values, mover):
-            if nbytes <= self._capacity and self._make_room(nbytes):
+            if nbytes <= self._capacity and self._make_room(nbytes, only=only):
                 continue
             count = f"{len(values):,} values" if len(values) > 1 else repr(values[0].value.key)
             leased = sum(v.leased for v in self._volumes)
@@ -227,21 +232,29 @@ class Spilling:
         """
         return self._make_room(nbytes, keys)
 
-    def _make_room(self, nbytes: int, keys: Collection[str] = ()) -> bool:
+    def _make_room(
+        self, nbytes: int, keys: Collection[str] = (), only: Collection[int] | None = None
+    ) -> bool:
+        """``only``: in these volumes; None: in any. Otherwise see :meth:`make_room`."""
         if len(self.room) and not self.room.retrying:
             raise self.delayed("others were waiting for room in memory before")
-        free = max((v.free for v in self._volumes if not v.lost), default=0)
+
+        def is_there(tracked: Tracked) -> bool:
+            return only is None or tracked.value.volume in only
+
+        there = [v for v in self._volumes if not v.lost and (only is None or v.index in only)]
+        free = max((v.free for v in there), default=0)
         short = nbytes - free if nbytes > free else nbytes
         mover = self._mover
         most = sys.maxsize if mover is None else _MOST_AT_ONCE
-        if clean := self.values.oldest(State.CLEAN, short, most=most):
+        if clean := self.values.oldest(State.CLEAN, short, is_there, most):
             self._drop(clean)
             return self._made_room(len(clean) == most)
-        if found := self._evict(short, keys, most):
+        if found := self._evict(short, keys, most, is_there):
             return self._made_room(found == most)
         if mover is None:
             return False
-        mover.write(short, at_any_price=True)
+        mover.write(short, at_any_price=True, only=only)
         bytes_of = self.values.bytes_of
         unfinished = sum(v.unfinished for v in self._volumes)  # which may leave memory soon
         if bytes_of[State.WRITING]:
@@ -402,13 +415,21 @@ class Spilling:
         for volume, freed in ranges.items():
             self._volumes[volume].allocator.free(freed)
 
-    def _evict(self, nbytes: int, keys: Collection[str], most: int) -> int:
+    def _evict(
+        self,
+        nbytes: int,
+        keys: Collection[str],
+        most: int,
+        among: Callable[[Tracked], bool],
+    ) -> int:
         """Evict versions of at most so many values; returns how many values these were."""
         evictions = self._catalog.evictions
         found = self.values.oldest(
             State.CACHED,
             nbytes,
-            lambda t: evictions.can_evict(t.key, t.value, newest_too=t.key not in keys),
+            lambda t: (
+                among(t) and evictions.can_evict(t.key, t.value, newest_too=t.key not in keys)
+            ),
             most,
         )
         self._evict_these(found)
@@ -437,6 +458,24 @@ class Spilling:
             self.values.take_in(tracked)
 
     # ---- ends -----------------------------------------------------------------------------
+
+    def lose(self, index: int) -> None:
+        """A volume is lost. If it has a spill file of its own, so is what is in that; what the
+        server has in its own memory stays there.
+        """
+        mover = self._mover
+        if mover is None or not mover.by_volume:
+            return
+        mover.lose(index)
+        for tracked in self.values.all():
+            value = tracked.value
+            if value.volume != index or tracked.state is State.CACHED:
+                continue
+            if value.data is None:
+                self.values.remove(value)
+                mover.forget(tracked)
+            elif tracked.state is State.CLEAN:
+                mover.only_in_memory(tracked)
 
     def forget(self, values: Iterable[Value]) -> list[Value]:
         """Nobody holds these values any more. Returns those whose memory is to be freed now."""

@@ -12,8 +12,8 @@ from torchstore_core.errors import TorchStoreError
 from torchstore_core.server.spilling.mapped import MappedSegment
 from torchstore_core.server.spilling.spill_file import DamagedError, SpillFile, write_all
 from torchstore_core.server.spilling.workers import Workers
-from torchstore_core.wire import spilling as orders
-from torchstore_core.wire.spilling import SpillDone, SpillTrouble
+from torchstore_core.wire.volumes import spilling as orders
+from torchstore_core.wire.volumes.spilling import SpillDone, SpillTrouble
 
 #: How many threads read at the same time.
 READERS = 4

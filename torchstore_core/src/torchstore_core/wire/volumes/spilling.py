@@ -1,6 +1,6 @@
 """Orders to whoever has a spill file: threads of the server, or the process of a volume.
 
-:mod:`.messages` re-exports the messages.
+:mod:`torchstore_core.wire.messages` re-exports the messages.
 """
 
 from __future__ import annotations
