@@ -17,11 +17,15 @@ from tests.unit.remote.attached import CAPACITY, Attached, attached
 from tests.unit.remote.relays import Backstage
 
 import torchstore_core as ts
+from torchstore_core.plugins.registry import Registry
 from torchstore_core.server.memory.segment import open_memory
+from torchstore_core.server.memory.volume import Volume
+from torchstore_core.server.remote.attached import VolumeConnection
 from torchstore_core.server.remote.spill_files import VolumeFile
 from torchstore_core.server.spilling.moves import Mover
 from torchstore_core.server.spilling.policy import State
 from torchstore_core.wire import messages as m
+from torchstore_core.wire.framing import encode
 
 MB = 1 << 20
 
@@ -145,6 +149,67 @@ async def test_with_a_volume_what_is_on_its_disk_is_lost(stage: Backstage, tmp_p
         for at in range(count, count + 30):
             assert torch.equal(await client.get(f"k{at}"), noise(4 * MB, at)), at
         assert (await client.status()).spill.spilled_bytes > 30 * 4 * MB - CAPACITY
+
+
+async def test_what_a_lost_volume_was_reading_is_lost(stage: Backstage, tmp_path: Path) -> None:
+    """Whoever waits for it is told so."""
+    spills = {"spill": str(tmp_path), "when_full": "spillable"}
+    async with attached(stage, tmp_path, 2, **spills) as made:
+        client = await _client(made, 2)
+        for at in range(60):
+            await client.put(f"k{at}", noise(4 * MB, at))
+        values = made.server.controller.spilling.values
+        key = next(
+            one.key for one in values.all() if one.state is State.ON_DISK and one.value.volume == 1
+        )
+        line = made.lines[1]
+        file, line._spill = line._spill, None  # from now on, its disk takes for ever
+        assert file is not None
+        reading = asyncio.ensure_future(client.get(key, timeout=60))
+        await until(lambda: values.count_of[State.READING] > 0)
+        stage.call(line.close)
+        with pytest.raises(ts.ObjectLostError, match="torchstore-1 is gone"):
+            await reading
+        stage.call(file.close)
+
+
+async def test_a_volume_attaches_again_when_nothing_is_under_way(
+    stage: Backstage, tmp_path: Path
+) -> None:
+    """To the next life of a server that was killed with many orders under way."""
+    volume = Volume("torchstore", 0, CAPACITY, Registry(), str(tmp_path))
+    under_way: list[int] = []
+
+    async def lives() -> None:
+        file = VolumeFile(str(tmp_path), None, 1, volume.memory.fd)
+        attached_again = asyncio.Event()
+
+        async def life(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read(1 << 16)
+            under_way.append(file._open)
+            writer.write(encode(m.Attached(1, 1)))
+            if len(under_way) == 1:
+                for at in range(16):
+                    places = [m.Place(0, at * 4 * MB, 4 * MB)]
+                    extents = [m.Extent(((at * 4 * MB, 4 * MB),), 0, 4 * MB)]
+                    writer.write(encode(m.WriteValues(at, places, extents)))
+                await writer.drain()
+            else:
+                attached_again.set()
+                await reader.read(1 << 16)
+            writer.close()
+
+        path = str(tmp_path / "server")
+        server = await asyncio.start_unix_server(life, path)
+        info = await volume.start()
+        line = await VolumeConnection.open(path, volume, info, lambda: None, 10, file)
+        await attached_again.wait()
+        line.close()
+        server.close()
+        await volume.close()
+
+    stage.do(lives())
+    assert under_way == [0, 0]
 
 
 async def test_what_is_under_way_ends_before_the_volume_attaches_again(
