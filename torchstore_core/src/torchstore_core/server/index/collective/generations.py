@@ -366,9 +366,7 @@ class Generation(msgspec.Struct, eq=False):
         return Manifest(key, entries, paths, facts, self.version, now, publication.packed)
 
 
-def _sealed(
-    entry: Shards, elsewhere: dict[Box, Value], version: int, now: float
-) -> Value | Shards:
+def _sealed(entry: Shards, elsewhere: dict[Box, Value], version: int, now: float) -> Value | Shards:
     """Return an entry as its version keeps it: with the committed shards only, or as a single value
     if one of them covers the whole tensor. ``elsewhere``: shards that it shares with another entry.
     """
