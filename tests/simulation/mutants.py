@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 import pytest
@@ -26,11 +25,12 @@ from torchstore_core.server.keeping.recorded_spilling import RecordedSpilling
 from torchstore_core.server.keeping.returning import Returning
 from torchstore_core.server.memory.detached_sessions import DetachedSessions
 from torchstore_core.server.serving.conversation import Conversation
-from torchstore_core.server.spilling.moves import Mover
+from torchstore_core.server.spilling.moves import Mover, Site
 from torchstore_core.server.spilling.policy import Residency, State, Tracked
-from torchstore_core.server.spilling.spill_file import SpillFile
+from torchstore_core.server.spilling.space import SpillSpace
 from torchstore_core.server.spilling.spilling import Spilling
 from torchstore_core.wire import messages as m
+from torchstore_core.wire.volumes.spilling import SpillDone
 
 __all__ = ["MUTANTS"]
 
@@ -298,12 +298,12 @@ def _drops_what_is_read(patch: pytest.MonkeyPatch) -> None:
 
 def _uses_pages_again(patch: pytest.MonkeyPatch) -> None:
     """With the first of the values that share a page of the disk, the page is free."""
-    patch.setattr(SpillFile, "_share", lambda self, extents: None)
+    patch.setattr(SpillSpace, "_share", lambda self, extents: None)
 
 
 def _forgets_the_disk(patch: pytest.MonkeyPatch) -> None:
     """What is on disk when the server is killed may be overwritten."""
-    patch.setattr(SpillFile, "occupy", lambda self, extents: None)
+    patch.setattr(SpillSpace, "occupy", lambda self, extents, size: None)
 
 
 def _forgets_what_was_read(patch: pytest.MonkeyPatch) -> None:
@@ -338,8 +338,12 @@ def _forgets_what_it_could_not_write(patch: pytest.MonkeyPatch) -> None:
     """What was being written when the disk failed is not written again, nor given up."""
     written = Mover._written
 
-    def ignoring(self: Mover, done: list[Any], troubles: int) -> None:
-        written(self, [one for one in done if one[2] is None], troubles)
+    def ignoring(
+        self: Mover, site: Site, batch: Sequence[Tracked], troubles: int, done: SpillDone
+    ) -> None:
+        well = [at for at in range(len(batch)) if done.trouble(at) is None]
+        sums = [done.sums[at] for at in well]
+        written(self, site, [batch[at] for at in well], troubles, SpillDone(0, sums))
 
     patch.setattr(Mover, "_written", ignoring)
 

@@ -160,10 +160,9 @@ async def test_replicas_and_several_volumes(runtime):
         assert not await ts.exists("k0")
 
 
-async def test_stores_of_a_monarch_job_cannot_spill_yet():
+async def test_stores_of_a_monarch_job_are_told_what_to_do():
     protocol = pytest.importorskip("torchstore_monarch.protocol")
-    with pytest.raises(ts.ConfigurationError, match="cannot spill yet"):
-        protocol.StoreRequest.of(StoreOptions("store", spill="/somewhere"))
-    assert protocol.StoreRequest.of(StoreOptions("s", when_full="evictable")).when_full == (
-        "evictable"
-    )
+    options = StoreOptions("s", spill="/somewhere", spill_capacity=MB, when_full="evictable")
+    request = protocol.StoreRequest.of(options)
+    assert (request.spill, request.spill_capacity) == ("/somewhere", MB)
+    assert request.when_full == "evictable"

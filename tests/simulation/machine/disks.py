@@ -19,8 +19,10 @@ import pytest
 from tests.simulation.machine.memory import LINE, Memory
 
 from torchstore_core.machine.directories import file_system
-from torchstore_core.server.spilling import moves, spill_file, spilling
-from torchstore_core.server.spilling.spill_file import Extent, SpillFile
+from torchstore_core.server.spilling import moves, space, spill_file, spilling, threads
+from torchstore_core.server.spilling.spill_file import SpillFile
+from torchstore_core.wire.volumes import spilling as orders
+from torchstore_core.wire.volumes.spilling import Extent
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -72,10 +74,11 @@ class Disk:
         """Servers use this disk, and threads that take turns."""
         patch.setattr(spill_file, "SpillFile", functools.partial(_File, self))
         patch.setattr(spill_file, "file_system", _file_system)
-        patch.setattr(moves, "Workers", functools.partial(_Threads, self))
-        for module in (moves, spill_file):
+        patch.setattr(threads, "Workers", functools.partial(_Threads, self))
+        for module in (moves, space, spill_file, orders):
             patch.setattr(module, "_PAGE", PAGE)
-        patch.setattr(spill_file, "PIECE", 2 * PAGE)
+        for module in (space, spill_file):
+            patch.setattr(module, "PIECE", 2 * PAGE)
         patch.setattr(moves, "_SMALL", LINE)
         patch.setattr(moves, "_LEAST_PIECES", 1)
         patch.setattr(moves, "_BATCH", 2 * PAGE)
@@ -125,8 +128,8 @@ class _File(SpillFile):
         super().close()
 
     @property
-    def left(self) -> int:
-        return 0 if self._disk.refusals else self.free
+    def most(self) -> int:
+        return 0 if self._disk.refusals else self.capacity
 
     def _write(self, view: memoryview, extent: Extent, at: int) -> None:
         if self._disk.refusals:

@@ -135,7 +135,7 @@ def _said_of_spilling(spilling: Spilling) -> Any:
     facts = [*map(_of_tracked, there.values())]
     said = [*map(len, orders), *residency.bytes_of.values()]
     if mover is not None:
-        said.append(mover.file.used)
+        said.append(mover.used)
         facts += map(_of_tracked, mover.reading)
     return there, facts, said
 
@@ -175,8 +175,8 @@ def _check_disk(spilling: Spilling, tracked: list[Tracked]) -> None:
     parts.sort()
     if any(end > start for (_, end), (start, _) in pairwise(parts)):
         raise Violation("accounts", f"two values lie in the same part of the disk: {parts}")
-    if len(pages) * PAGE > mover.file.used:
-        raise Violation("accounts", f"{mover.file.used} bytes of the disk are in use, not {pages}")
+    if len(pages) * PAGE > mover.used:
+        raise Violation("accounts", f"{mover.used} bytes of the disk are in use, not {pages}")
 
 
 def _check_volumes(

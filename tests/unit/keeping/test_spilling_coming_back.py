@@ -28,8 +28,9 @@ from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.spilling.delays import Delayed
 from torchstore_core.server.spilling.moves import Mover
 from torchstore_core.server.spilling.policy import State, Tracked
-from torchstore_core.server.spilling.spill_file import Extent, SpillFile, spanned
+from torchstore_core.server.spilling.spill_file import SpillFile
 from torchstore_core.wire import messages as m
+from torchstore_core.wire.volumes.spilling import Extent, spanned
 
 CAPACITY = 256 << 10
 SIZES = (100, 4096, 20_000, 70_000)  # the last of them is not small
@@ -75,7 +76,7 @@ class World:
         self.timers: list[tuple[float, int, Callable[[], None]]] = []
         records = [VolumeRecord(v.info, v.memory, v.halves) for v in self.records]
         memories = [v.memory.fd for v in records]  # type: ignore[attr-defined]
-        self.mover = Mover(file, records, memories, self.soon.put)
+        self.mover = Mover.here(file, records, memories, self.soon.put)
         self.controller = RecordedController(
             self.logs[-1],
             records,
@@ -173,7 +174,7 @@ class World:
                 return
             [grant] = grants
             assert grant is not None
-            fd = self.records[0].memory.fd  # type: ignore[attr-defined]
+            fd = self.records[grant.volume].memory.fd  # type: ignore[attr-defined]
             os.pwrite(fd, data, grant.offset)
             self.controller.commit(self.session, number)
             (self.cached if evictable else self.there)[key] = data
@@ -195,6 +196,12 @@ class World:
                 return
             except StoreFullError:
                 return
+            except ObjectLostError:
+                if not self.may_be_lost(key):
+                    raise
+                self.there.pop(key, None)
+                self.answered += 1
+                return
             self.answered += 1
             data = (self.cached if key.startswith("c") else self.there)[key]
             if not leased:
@@ -202,10 +209,14 @@ class World:
                 return
             self.leased.append(number)
             assert entry.grant is not None
-            fd = self.records[0].memory.fd  # type: ignore[attr-defined]
+            fd = self.records[entry.grant.volume].memory.fd  # type: ignore[attr-defined]
             assert os.pread(fd, len(data), entry.grant.offset) == data
 
         self.request(ask)
+
+    def may_be_lost(self, key: str) -> bool:
+        """Whether what was put may not be there any more."""
+        return False
 
     def fill_the_log(self) -> None:
         """Until not even the smallest record finds room, as the file cannot grow."""
@@ -249,8 +260,8 @@ class World:
         while self.mover.reading or self.controller.spilling.values.count_of[State.WRITING]:
             self.turn(wait=True)
         self.controller.delete([*self.there, *self.cached], False, (self.session, 0))
-        assert self.controller.volumes[0].used == 0
-        while self.file.used:  # what was deleted while it was being written
+        assert not any(volume.used for volume in self.controller.volumes)
+        while self.mover.used:  # what was deleted while it was being written
             self.turn(wait=True)
 
     def read_back(self, key: str) -> None:
@@ -259,10 +270,14 @@ class World:
         """
         start = time.monotonic()
         answered = self.answered
-        volume = self.controller.volumes[0]
+        volume = self.controller.volumes[self.controller.catalog.newest[key].volume]  # type: ignore[union-attr]
         while self.answered == answered:
             self.get(key)
             self.answer()
+            if self.leased and self.answered == answered:  # others that waited had the room
+                self.controller.release(self.session, self.leased, [])
+                self.leased.clear()
+                start = time.monotonic()
             # What the server has in its own memory counts, and is in no range.
             room = min(volume.free, volume.allocator.largest_free)
             patience = RETRIED_S if room < max(SIZES) else WAIT_S
@@ -270,8 +285,10 @@ class World:
                 continue
             assert room < max(SIZES), "it is refused although there is room"
             values = self.controller.spilling.values
-            stays = [t for t in values.all() if t.state is State.DIRTY]
-            assert self.file.free < min(spanned(0, t.nbytes) for t in stays)
+            there = [t for t in values.all() if t.value.volume == volume.index]
+            stays = [t for t in there if t.state is State.DIRTY]
+            free = self.mover.sites[volume.index].space.free
+            assert free < min(spanned(0, t.nbytes) for t in stays)
             largest = max(stays, key=lambda t: t.nbytes).key
             self.controller.delete([largest], False, (self.session, next(self.numbers)))
             del self.there[largest]

@@ -118,7 +118,7 @@ async def test_a_server_that_does_not_answer(stage: Backstage, tmp_path: Path) -
 
 
 async def test_no_server_there(stage: Backstage, tmp_path: Path) -> None:
-    made = Attached(tmp_path, 1, {})
+    made = Attached(stage, tmp_path, 1, {})
     made.address = f"unix:{tmp_path}/nothing"
     with pytest.raises(ts.StoreClosedError, match="no server"):
         stage.do(made.attach(0))

@@ -17,11 +17,13 @@ from torchstore_core.machine.topology import probe
 from torchstore_core.server.index.records import Value
 from torchstore_core.server.memory.segment import open_memory
 from torchstore_core.server.memory.volume_record import VolumeRecord
-from torchstore_core.server.spilling.moves import Mover
+from torchstore_core.server.spilling.moves import Mover, Site
 from torchstore_core.server.spilling.policy import Residency, State, Tracked
-from torchstore_core.server.spilling.spill_file import Extent, SpillFile
+from torchstore_core.server.spilling.spill_file import SpillFile
+from torchstore_core.server.spilling.threads import SpillThreads
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
+from torchstore_core.wire.volumes.spilling import Extent
 
 _MB = 1 << 20
 _FACTS = ClientFacts("host", "host", 1)
@@ -45,21 +47,22 @@ def small_files() -> Iterator[None]:
 
 def test_a_file_has_no_more_room_than_its_disk(tmp_path: Path) -> None:
     file = SpillFile(str(tmp_path), 1 << 60)
+    threads = SpillThreads(file, [], lambda call: None)
+    site = Site(file.capacity, threads)
     disk = os.statvfs(tmp_path)
-    assert file.left <= disk.f_blocks * disk.f_frsize < file.free
-    small = SpillFile(str(tmp_path), 8192)
+    assert site.left <= disk.f_blocks * disk.f_frsize < site.space.free
+    small = Site(8192, threads)
     assert small.left == 8192
-    assert small.reserve(0, 4096) is not None
+    assert small.space.reserve(0, 4096) is not None
     assert small.left == 4096
-    file.close()
-    small.close()
+    threads.close()
 
 
 def test_whoever_waits_has_no_more_written_than_is_needed(segment: int, tmp_path: Path) -> None:
     """What was used last could be ready first, and leave memory before what was used earlier."""
     ended: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
     file = SpillFile(str(tmp_path), None)
-    mover = Mover(file, [], [segment], ended.put)
+    mover = Mover.here(file, [], [segment], ended.put)
     values = Residency()
     mover.begin(values, lambda is_progress: None, lambda tracked: None)
     meta = TensorMeta("uint8", (_MB,))
@@ -80,7 +83,7 @@ def test_a_gap_that_was_found_does_not_mean_that_the_disk_takes_more(
     """A write that was begun before another one has failed says nothing of the disk now."""
     ended: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
     file = SpillFile(str(tmp_path), None)
-    mover = Mover(file, [], [segment], ended.put)
+    mover = Mover.here(file, [], [segment], ended.put)
     values = Residency()
     mover.begin(values, lambda is_progress: None, lambda tracked: None)
 
@@ -88,12 +91,12 @@ def test_a_gap_that_was_found_does_not_mean_that_the_disk_takes_more(
         meta = TensorMeta("uint8", (_MB,))
         return values.add(Value(key, meta, _MB, 0, None, offset, _FACTS, uses=1), key, State.DIRTY)
 
-    taken = file.reserve(0, 2 * _MB)
+    taken = mover.sites[0].space.reserve(0, 2 * _MB)
     assert taken is not None
     beyond = add("beyond", 0)
     mover.write(_MB)
     failed = ended.get(timeout=30)
-    file.release(taken)
+    mover.sites[0].space.release(taken)
     within = add("within", _MB)
     mover.write(2 * _MB)
     written = ended.get(timeout=30)
@@ -111,7 +114,7 @@ def test_a_disk_that_is_full_again_and_again_is_logged_once(
 ) -> None:
     """Each get from a full disk may find it full, and then have room again."""
     ended: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-    mover = Mover(SpillFile(str(tmp_path), _MB), [], [segment], ended.put)
+    mover = Mover.here(SpillFile(str(tmp_path), _MB), [], [segment], ended.put)
     values = Residency()
     mover.begin(values, lambda is_progress: None, lambda tracked: None)
     meta = TensorMeta("uint8", (_MB,))
@@ -157,7 +160,7 @@ def test_a_value_goes_back_to_where_it_was(segment: int, tmp_path: Path, nbytes:
     file = _Failing(str(tmp_path), None)
     info = m.VolumeInfo("v", 0, 1, probe(), 4 * _MB, {})
     volume = VolumeRecord(info, SimpleNamespace(touched=lambda end: None), None)  # type: ignore[arg-type]
-    mover = Mover(file, [volume], [segment], ended.put)
+    mover = Mover.here(file, [volume], [segment], ended.put)
     values = Residency()
     mover.begin(values, lambda is_progress: None, lambda tracked: None)
     meta = TensorMeta("uint8", (nbytes,))
@@ -171,8 +174,8 @@ def test_a_value_goes_back_to_where_it_was(segment: int, tmp_path: Path, nbytes:
     mover.write(nbytes)
     assert tracked.state is State.WRITING
     until(State.DIRTY)
-    assert (mover.trouble, file.used) == ("MemoryError", 0)
-    file.fails, mover._paused_until = False, 0.0
+    assert (mover.trouble, mover.used) == ("MemoryError", 0)
+    file.fails, mover.sites[0].paused_until = False, 0.0
     mover.write(nbytes)
     until(State.CLEAN)
     assert not mover.trouble
@@ -194,7 +197,7 @@ def test_who_gives_up_a_copy_does_not_look_at_all(segment: int, tmp_path: Path) 
 
     def steps(count: int) -> int:
         file = SpillFile(str(tmp_path), count * 8192)
-        mover = Mover(file, [], [segment], lambda call: None)
+        mover = Mover.here(file, [], [segment], lambda call: None)
         values = Residency()
         mover.begin(values, lambda is_progress: None, lambda tracked: None)
         meta = TensorMeta("uint8", (8192,))
@@ -202,9 +205,9 @@ def test_who_gives_up_a_copy_does_not_look_at_all(segment: int, tmp_path: Path) 
             value = Value(f"k{at}", meta, 8192, 0, None, 8192 * at, _FACTS, uses=1)
             tracked = values.add(value, value.key, State.DIRTY)
             if at < count:
-                tracked.extent = file.reserve(0, 8192)
+                tracked.extent = mover.sites[0].space.reserve(0, 8192)
                 values.move(tracked, State.CLEAN)
-        assert (values.copied, file.free) == (count * 8192, 0)
+        assert (values.copied[0], mover.free) == (count * 8192, 0)
         calls: list[str] = []
         sys.setprofile(lambda frame, event, what: calls.append(event))
         try:
@@ -212,7 +215,7 @@ def test_who_gives_up_a_copy_does_not_look_at_all(segment: int, tmp_path: Path) 
         finally:
             sys.setprofile(None)
         assert values.count_of[State.CLEAN] == count - 1
-        assert values.copied == (count - 1) * 8192
+        assert values.copied[0] == (count - 1) * 8192
         mover.close()
         return len(calls)
 

@@ -104,7 +104,7 @@ def test_a_piece_beyond_the_segment_is_an_error_and_no_signal(segment: int) -> N
 def test_a_server_that_has_spilled_looks_small_again(segment: int, tmp_path: Path) -> None:
     """What is mapped of the segment leaves the page tables with what is unused of the file."""
     ended: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-    mover = Mover(SpillFile(str(tmp_path), None), [], [segment], ended.put)
+    mover = Mover.here(SpillFile(str(tmp_path), None), [], [segment], ended.put)
     values = Residency()
     mover.begin(values, lambda is_progress: None, lambda tracked: None)
     meta = TensorMeta("uint8", (_PIECE,))

@@ -29,13 +29,9 @@ from tests.unit.copying.native import needs_native
 from torchstore_core.server.memory.segment import open_memory
 from torchstore_core.server.spilling.checksums import checksum
 from torchstore_core.server.spilling.mapped import KEPT, MappedSegment
-from torchstore_core.server.spilling.spill_file import (
-    PIECE,
-    DamagedError,
-    Extent,
-    SpillFile,
-    spanned,
-)
+from torchstore_core.server.spilling.space import PIECE, SpillSpace
+from torchstore_core.server.spilling.spill_file import DamagedError, SpillFile
+from torchstore_core.wire.volumes.spilling import Extent, spanned
 
 CAPACITY = 64 << 20
 _FILLED = b"\xaa"
@@ -61,7 +57,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpillFile]:
 def _moves(memory: MappedSegment, file: SpillFile, at: int, to: int, nbytes: int) -> None:
     content = os.urandom(nbytes)
     os.pwrite(memory.fd, content, at)
-    extent = file.reserve(at % 4096, nbytes)
+    space = SpillSpace(file.capacity)
+    extent = space.reserve(at % 4096, nbytes)
     assert extent is not None
     assert extent.runs[0][0] % 4096 == 0
     sums = file.write(memory, at, extent)
@@ -71,15 +68,15 @@ def _moves(memory: MappedSegment, file: SpillFile, at: int, to: int, nbytes: int
     file.read(memory, to, extent, sums)
     found = os.pread(memory.fd, before + nbytes + after, start)
     assert found == _FILLED * before + content + _FILLED * after
-    file.release(extent)
-    assert file.used == 0
-    tail = file.take_tail()
+    space.release(extent)
+    assert space.used == 0
+    tail = space.take_tail()
     assert tail is not None
-    assert file.reserve(0, 1) is None
-    file.cut(tail)
-    file.return_tail(tail)
+    assert space.reserve(0, 1) is None
+    file.cut(tail[0])
+    space.return_tail(tail)
     assert os.fstat(file.fd).st_blocks == 0
-    assert file.take_tail() is None
+    assert space.take_tail() is None
 
 
 @given(
@@ -109,46 +106,46 @@ def test_room_in_several_places_is_room(memory: MappedSegment, tmp_path: Path) -
     """Every second value goes; what is then written fills the gaps, across pieces."""
     gaps = [4096, 16 << 10, 5 << 20, PIECE, 12 << 10]
     file = SpillFile(str(tmp_path), sum(gaps) + 4096 * len(gaps))
+    space = SpillSpace(file.capacity)
     try:
         between, freed = [], []
         for nbytes in gaps:
-            freed.append(file.reserve(0, nbytes))
-            between.append(file.reserve(0, 4096))
+            freed.append(space.reserve(0, nbytes))
+            between.append(space.reserve(0, 4096))
         os.pwrite(memory.fd, _FILLED * 4096, 0)
         sums_between = [file.write(memory, 0, one) for one in between if one is not None]
         for one in freed:
             assert one is not None
-            file.release(one)
+            space.release(one)
         nbytes = sum(gaps) - 64
         content = os.urandom(nbytes)
         os.pwrite(memory.fd, content, 64)
-        extent = file.reserve(64, nbytes)
+        extent = space.reserve(64, nbytes)
         assert extent is not None
         assert len(extent.runs) == len(gaps)
-        assert file.free == 0
-        assert file.reserve(0, 1) is None
+        assert space.free == 0
+        assert space.reserve(0, 1) is None
         sums = file.write(memory, 64, extent)
         for to in (64, 4096 + 64, 8192):  # in place, and through a buffer
             file.read(memory, to, extent, sums)
             assert os.pread(memory.fd, nbytes, to) == content
-        later = SpillFile(str(tmp_path), file.capacity, os.dup(file.fd))  # as after a restart
-        later.occupy([extent, *[one for one in between if one is not None]])
+        later = SpillSpace(file.capacity)  # as after a restart
+        later.occupy([extent, *[one for one in between if one is not None]], file.size)
         assert later.free == 0
-        later.close()
         for one, sums in zip(between, sums_between, strict=True):
             assert one is not None
             file.read(memory, 0, one, sums)
             assert os.pread(memory.fd, 4096, 0) == _FILLED * 4096
-            file.release(one)
-        file.release(extent)
-        assert file.used == 0
+            space.release(one)
+        space.release(extent)
+        assert space.used == 0
     finally:
         file.close()
 
 
 def test_every_byte_counts(memory: MappedSegment, file: SpillFile) -> None:
     os.pwrite(memory.fd, bytes(20_000), 64)
-    extent = file.reserve(64, 20_000)
+    extent = SpillSpace(file.capacity).reserve(64, 20_000)
     assert extent is not None
     sums = file.write(memory, 64, extent)
     name = f"/proc/self/fd/{file.fd}"
@@ -161,11 +158,10 @@ def test_every_byte_counts(memory: MappedSegment, file: SpillFile) -> None:
             opened.seek(extent.runs[0][0] + at)
             opened.write(b"\0")
             file.read(memory, 1 << 20, extent, sums)
-    file.release(extent)
 
 
-def test_its_capacity_is_a_limit(tmp_path: Path) -> None:
-    made = SpillFile(str(tmp_path / "made"), 3 * 4096)
+def test_its_capacity_is_a_limit() -> None:
+    made = SpillSpace(3 * 4096)
     first, second = made.reserve(64, 4096), made.reserve(0, 4096)
     assert first is not None
     assert first.span == 2 * 4096
@@ -176,7 +172,6 @@ def test_its_capacity_is_a_limit(tmp_path: Path) -> None:
     made.release(first)
     made.release(second)
     assert made.reserve(0, 3 * 4096) is not None
-    made.close()
 
 
 def test_where_files_have_a_name_at_first(
@@ -231,14 +226,15 @@ class Packs(RuleBasedStateMachine):
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
         self.file = SpillFile(self.folder.name, 48 << 12)
+        self.space = SpillSpace(self.file.capacity)
         self.there: dict[int, tuple[Extent, list[int], bytes]] = {}
         self.numbers = itertools.count()
 
     @rule(target=values, sizes=st.lists(st.integers(1, 9000), min_size=1, max_size=9))
     def write(self, sizes: list[int]) -> MultipleResults[int]:
-        room = self.file.reserve_together(sizes)
+        room = self.space.reserve_together(sizes)
         if room is None:
-            assert len(sizes) > 1 or self.file.free < spanned(0, sizes[0])
+            assert len(sizes) > 1 or self.space.free < spanned(0, sizes[0])
             return multiple()
         whole, extents = room
         contents = [random.randbytes(size) for size in sizes]
@@ -249,7 +245,7 @@ class Packs(RuleBasedStateMachine):
 
     @rule(number=consumes(values))
     def release(self, number: int) -> None:
-        self.file.release(self.there.pop(number)[0])
+        self.space.release(self.there.pop(number)[0])
 
     @rule(wanted=st.lists(values, unique=True))
     def read(self, wanted: list[int]) -> None:
@@ -272,13 +268,13 @@ class Packs(RuleBasedStateMachine):
 
     @rule()
     def come_back(self) -> None:
-        self.file.occupy([extent for extent, _, _ in self.there.values()])
+        self.space.occupy([one[0] for one in self.there.values()], self.file.size)
 
     @invariant()
     def pages_in_use_are_those_of_values(self) -> None:
         runs = [run for extent, _, _ in self.there.values() for run in extent.runs]
         pages = {page for start, size in runs for page in range(start, start + size, 4096)}
-        assert self.file.used == 4096 * len(pages)
+        assert self.space.used == 4096 * len(pages)
 
     def teardown(self) -> None:
         self.file.close()

@@ -86,7 +86,7 @@ def store(tmp_path: Path) -> Iterator[_Store]:
     with volumes(_CAPACITY) as there:
         memories = [v.memory.fd for v in there if isinstance(v.memory, SegmentMemory)]
         ended: _Ended = queue.SimpleQueue()
-        mover = Mover(SpillFile(str(tmp_path), None), there, memories, ended.put)
+        mover = Mover.here(SpillFile(str(tmp_path), None), there, memories, ended.put)
 
         def later(delay: float, call: Callable[[], None]) -> None:
             if not delay:
@@ -178,5 +178,5 @@ def test_a_log_that_is_written_anew_when_nothing_is_left_that_may_leave(tmp_path
 
 def _recorded(log: Log, there: list[VolumeRecord], directory: Path) -> RecordedController:
     memories = [v.memory.fd for v in there if isinstance(v.memory, SegmentMemory)]
-    mover = Mover(SpillFile(str(directory), None), there, memories, lambda call: None)
+    mover = Mover.here(SpillFile(str(directory), None), there, memories, lambda call: None)
     return RecordedController(log, there, Strategy(), prefault=False, mover=mover)

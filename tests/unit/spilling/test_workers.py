@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from torchstore_core.errors import TransportNotReadyError
-from torchstore_core.server.spilling.moves import _why
+from torchstore_core.server.spilling.threads import _why
 from torchstore_core.server.spilling.workers import Workers
 
 

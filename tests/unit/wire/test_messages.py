@@ -22,10 +22,19 @@ from torchstore_core.wire.framing import HEADER, decode_reply, decode_request, e
 
 REQUESTS: tuple[type[Any], ...] = typing.get_args(m.Request)
 REPLIES: tuple[type[Any], ...] = typing.get_args(m.Reply)
-NO_REPLY = (m.Abort, m.Release, m.Keep, m.Cancel, m.Warm, m.ProcessDied, m.CopierEnded)
+NO_REPLY = (m.Abort, m.Release, m.Keep, m.Cancel, m.Warm, m.ProcessDied, m.CopierEnded, m.Grown)
 NO_REPLY = (*NO_REPLY, m.Via, m.ClientDied, m.RelayLost)
 NO_REPLY = (*NO_REPLY, m.Unhold, m.Lend, m.LendAll, m.Adopt, m.Claim, m.TakeBack, m.Resume)
-UNASKED = (m.Warmed, m.Lost, m.Prefault, m.Trim, m.WatchProcess, m.StartCopier)
+UNASKED = (
+    m.Warmed,
+    m.Lost,
+    m.Prefault,
+    m.Trim,
+    m.WatchProcess,
+    m.StartCopier,
+    m.MayGrow,
+    m.HurrySpill,
+)
 
 Text = st.text(max_size=8)
 Integer = st.integers(-(2**63), 2**64 - 1)

@@ -88,10 +88,12 @@ async def initialize(
         prefer: transports to use first (also TORCHSTORE_PREFER, comma-separated).
         block: plug-ins of any kind that must not be loaded, here and in the server (also
             TORCHSTORE_BLOCK).
-        spill: a directory, on a disk of the server's host. If memory is nearly full, values that
-            may be spilled are written to an unnamed file there, the least recently used first;
-            a get reads them back. Nothing is left there when the server ends, however it ends.
-        spill_capacity: the most bytes to spill; None: as many as are free at the start.
+        spill: a directory, on a disk of the server's host; if volumes are in other processes,
+            on a disk of the host of each. If memory is nearly full, values that may be spilled are
+            written to an unnamed file there, the least recently used first; a get reads them back.
+            Nothing is left there when the server ends, however it ends.
+        spill_capacity: the most bytes that the whole store spills, of which each volume has an
+            equal part if volumes are in other processes; None: as many as are free at the start.
         when_full: what is done with the values of puts that do not say, when memory is full, see
             :meth:`Client.put`; None: ``"pinned"``, but ``"spillable"`` for state dicts of which
             older versions are kept (``keep=``), if there is ``spill``.

@@ -10,7 +10,6 @@ import msgspec
 
 from torchstore_core.contracts.runtime import StoreOptions
 from torchstore_core.errors import (
-    ConfigurationError,
     StoreClosedError,
     TorchStoreError,
     TransportUnavailableError,
@@ -30,8 +29,8 @@ class StoreRequest(msgspec.Struct, frozen=True):
     Args:
         token: distinguishes the request from others with the same name.
         members: whether the store ends with its members, see ``server.members``.
-        when_full, repair_bandwidth: as in ``StoreOptions``. Its stores cannot spill yet, but they
-            can evict.
+        when_full, repair_bandwidth, spill: as in ``StoreOptions``.
+        spill_capacity: the most bytes that all volumes spill together, each an equal part.
         keeper: whether the server is started again when it dies.
     """
 
@@ -48,20 +47,12 @@ class StoreRequest(msgspec.Struct, frozen=True):
     when_full: str | None = None
     repair_bandwidth: int | None = None
     keeper: bool = True
+    spill: str | None = None
+    spill_capacity: int | None = None
 
     @classmethod
     def of(cls, options: StoreOptions, token: str = "", *, members: bool = False) -> StoreRequest:
-        """Convert the options to plain data.
-
-        Raises:
-            ConfigurationError: the store is to spill.
-        """
-        if options.spill is not None:
-            raise ConfigurationError(
-                "a store of a Monarch job cannot spill yet, because its volumes are in processes "
-                'of their own: leave out spill=, or use runtime="local" for a store of one host',
-                details={"spill": options.spill},
-            )
+        """Convert the options to plain data."""
         name, fields = "singleton", b"{}"
         if options.strategy is not None:
             name, fields = encode_strategy(options.strategy)
@@ -79,6 +70,8 @@ class StoreRequest(msgspec.Struct, frozen=True):
             options.when_full,
             options.repair_bandwidth,
             options.keeper is not False,
+            options.spill,
+            options.spill_capacity,
         )
 
 
@@ -123,11 +116,16 @@ class VolumePlan(msgspec.Struct, frozen=True):
     Args:
         capacity: in bytes; None: an equal part of half of the host's memory.
         sharing: the number of volumes that share this half.
+        spill: the directory, on this host, of the file to which the volume spills; None: it does
+            not.
+        spill_capacity: the most bytes of that; None: an equal part of what is free there.
     """
 
     index: int
     capacity: int | None
     sharing: int
+    spill: str | None = None
+    spill_capacity: int | None = None
 
 
 class Placement(msgspec.Struct, frozen=True):

@@ -23,8 +23,10 @@ class StoreOptions(msgspec.Struct, frozen=True):
         prefault: bytes of memory to warm in the background; None: derived from the capacity.
         timeout: seconds to wait for the server to start.
         block: names of plug-ins that the server must not load.
-        spill: the directory to which the server spills values; None: it does not spill.
-        spill_capacity: the most bytes to spill; None: as many as are free at the start.
+        spill: the directory to which the server spills values, or each volume of another process
+            on its host; None: nothing is spilled.
+        spill_capacity: the most bytes to spill, of all volumes together; None: as many as are free
+            at the start.
         when_full: what is done when memory is full with values whose put does not say it, see
             ``contracts.when_full``.
         repair_bandwidth: the most bytes per second that the store copies by itself, see

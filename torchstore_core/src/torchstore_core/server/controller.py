@@ -746,6 +746,7 @@ class Controller:
         if self.volumes[index].lost:
             return
         self.lost_volumes.lose(index, why, self.catalog, self._holders.values())
+        self.spilling.lose(index)
         self._apply(*self.unfinished.lose(self.lost_volumes.reason))
         self.detached.volume_lost()
         self.repairs.volume_lost(index)

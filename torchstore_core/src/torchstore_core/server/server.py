@@ -33,6 +33,7 @@ from torchstore_core.reports.status import StatusReport
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.records import SessionRecord
 from torchstore_core.server.keeping.link import LOG, KeeperLink
+from torchstore_core.server.memory import strategy_calls
 from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.server.memory.segment import call_from_thread
 from torchstore_core.server.memory.volume import Volume, default_capacity, default_prefault
@@ -218,12 +219,16 @@ class Server:
         check_when_full(options.when_full, options.spill)
         if options.spill is None:
             return None
-        if options.attached:
-            raise ConfigurationError(
-                "this store cannot spill: its volumes are in other processes, and only a server "
-                "that has its volumes in its own process spills yet (runtime local, or ranks of "
-                "one host)"
-            )
+        if options.attached:  # each volume has a file of its own
+            if options.num_storage_volumes > 1 and strategy_calls.copies(self._strategy) > 1:
+                raise ConfigurationError(
+                    f"strategy {options.strategy!r} keeps several copies of each value, and these "
+                    "cannot be spilled by volumes in processes of their own: a value has one copy "
+                    "on disk, which is lost with its volume. Leave out spill=, or use a strategy "
+                    "without copies",
+                    details={"spill": options.spill},
+                )
+            return None
         from torchstore_core.server.spilling.spill_file import SpillFile
 
         keeper = self._keeper
@@ -284,12 +289,18 @@ class Server:
         """Create the controller, now that all volumes are there."""
         self.handshakes = Handshakes(volumes)
         mover = None
-        if self._spill_file is not None:
+        if self.options.attached and self.options.spill is not None:
+            from torchstore_core.server.spilling.moves import Mover, Site
+
+            files = [self._attached[volume.index].spilled for volume in volumes]
+            sites = [Site(file.capacity, file) for file in files if file is not None]
+            mover = Mover(self.options.spill, sites, volumes, by_volume=True)
+        elif self._spill_file is not None:
             from torchstore_core.server.spilling.moves import Mover
 
             memories = [volume.memory.fd for volume in self._volumes]
             soon = functools.partial(call_from_thread, self._loop)
-            mover = Mover(self._spill_file, volumes, memories, soon)
+            mover = Mover.here(self._spill_file, volumes, memories, soon)
         # The incarnation belongs to the memory, which may be older than this process.
         kept = None if self._keeper is None else self._keeper.facts.get("incarnation")
         given: dict[str, Any] = {
@@ -509,9 +520,11 @@ class Server:
             raise ConfigurationError(
                 f"store {self.options.store_name!r} does not wait for a volume {info.index}"
             )
+        if self.options.spill is not None and attach.spill is None:
+            raise ConfigurationError(f"volume {info.index} has no file to spill to")
         if not 4096 <= info.capacity_bytes < 1 << 60:
             raise StoreFullError(f"a volume cannot have {info.capacity_bytes} bytes")
-        known = KnownVolume(info, pid, started(pid), attach.usable)
+        known = KnownVolume(info, pid, started(pid), attach.usable, attach.spill)
         volume = self._attached[info.index] = AttachedVolume(known)
         volume.connected(send)
         if len(self._attached) == wanted:
@@ -546,6 +559,8 @@ class Server:
 
         if volume.lost:
             volume.halves.lost(volume.lost)
+            if volume.spilled is not None:
+                volume.spilled.lost(volume.lost)
             return
         self._loop.call_later(RETURN_S, give_up, f"it has not come back within {RETURN_S:g} s")
         volume.watch(functools.partial(give_up, "its process has ended"))
@@ -595,6 +610,12 @@ class Server:
         self._attached[index].memory.grown(message)
         self.controller.grown(index, message.usable)
 
+    def volume_spilled(self, index: int, message: m.SpillDone) -> None:
+        """Handle what an attached volume says of an order for its spill file."""
+        spilled = self._attached[index].spilled
+        if spilled is not None:
+            spilled.done(message)
+
     def volume_replied(self, index: int, message: m.PeerReply) -> None:
         """Handle an attached volume's answer to a handshake or a disconnect."""
         self._attached[index].halves.replied(message)
@@ -609,6 +630,9 @@ class Server:
         if not self._stopping:
             journal.volume_lost(self._controller.volumes[index], why)
             self._controller.lose_volume(index, why)
+            spilled = self._attached[index].spilled
+            if spilled is not None:
+                spilled.lost(why)
             self._to_liveness_connections(m.Lost(index, why))
 
     def joined(self, session: SessionRecord) -> None:

@@ -29,13 +29,6 @@ from torchstore_core.reports.status import VolumeStatus as VolumeStatus
 from torchstore_core.values import TensorSlice, ValueMeta
 from torchstore_core.wire.columns import EntryColumns as EntryColumns
 from torchstore_core.wire.columns import ItemColumns as ItemColumns
-from torchstore_core.wire.copies import CopierEnded as CopierEnded
-from torchstore_core.wire.copies import Copies as Copies
-from torchstore_core.wire.copies import Drain as Drain
-from torchstore_core.wire.copies import DrainReply as DrainReply
-from torchstore_core.wire.copies import Piece as Piece
-from torchstore_core.wire.copies import StartCopier as StartCopier
-from torchstore_core.wire.copies import TakeCopies as TakeCopies
 from torchstore_core.wire.facts import Message as Message
 from torchstore_core.wire.facts import VolumeInfo as VolumeInfo
 from torchstore_core.wire.holds import Adopt as Adopt
@@ -52,20 +45,39 @@ from torchstore_core.wire.holds import WaitAny as WaitAny
 from torchstore_core.wire.lines import ClientDied as ClientDied
 from torchstore_core.wire.lines import RelayLost as RelayLost
 from torchstore_core.wire.lines import Via as Via
-from torchstore_core.wire.memory import Attach as Attach
-from torchstore_core.wire.memory import Attached as Attached
-from torchstore_core.wire.memory import Grown as Grown
-from torchstore_core.wire.memory import Lost as Lost
-from torchstore_core.wire.memory import MayGrow as MayGrow
-from torchstore_core.wire.memory import PeerGone as PeerGone
-from torchstore_core.wire.memory import PeerHandshake as PeerHandshake
-from torchstore_core.wire.memory import PeerReply as PeerReply
-from torchstore_core.wire.memory import Prefault as Prefault
-from torchstore_core.wire.memory import ProcessDied as ProcessDied
-from torchstore_core.wire.memory import Trim as Trim
-from torchstore_core.wire.memory import Warm as Warm
-from torchstore_core.wire.memory import Warmed as Warmed
-from torchstore_core.wire.memory import WatchProcess as WatchProcess
+from torchstore_core.wire.volumes.copies import CopierEnded as CopierEnded
+from torchstore_core.wire.volumes.copies import Copies as Copies
+from torchstore_core.wire.volumes.copies import Drain as Drain
+from torchstore_core.wire.volumes.copies import DrainReply as DrainReply
+from torchstore_core.wire.volumes.copies import Piece as Piece
+from torchstore_core.wire.volumes.copies import StartCopier as StartCopier
+from torchstore_core.wire.volumes.copies import TakeCopies as TakeCopies
+from torchstore_core.wire.volumes.memory import Attach as Attach
+from torchstore_core.wire.volumes.memory import Attached as Attached
+from torchstore_core.wire.volumes.memory import Grown as Grown
+from torchstore_core.wire.volumes.memory import Lost as Lost
+from torchstore_core.wire.volumes.memory import MayGrow as MayGrow
+from torchstore_core.wire.volumes.memory import PeerGone as PeerGone
+from torchstore_core.wire.volumes.memory import PeerHandshake as PeerHandshake
+from torchstore_core.wire.volumes.memory import PeerReply as PeerReply
+from torchstore_core.wire.volumes.memory import Prefault as Prefault
+from torchstore_core.wire.volumes.memory import ProcessDied as ProcessDied
+from torchstore_core.wire.volumes.memory import Trim as Trim
+from torchstore_core.wire.volumes.memory import Warm as Warm
+from torchstore_core.wire.volumes.memory import Warmed as Warmed
+from torchstore_core.wire.volumes.memory import WatchProcess as WatchProcess
+from torchstore_core.wire.volumes.spilling import CutSpill as CutSpill
+from torchstore_core.wire.volumes.spilling import Extent as Extent
+from torchstore_core.wire.volumes.spilling import HurrySpill as HurrySpill
+from torchstore_core.wire.volumes.spilling import Place as Place
+from torchstore_core.wire.volumes.spilling import ReadPieces as ReadPieces
+from torchstore_core.wire.volumes.spilling import ReadTogether as ReadTogether
+from torchstore_core.wire.volumes.spilling import SpillDone as SpillDone
+from torchstore_core.wire.volumes.spilling import SpillOrder as SpillOrder
+from torchstore_core.wire.volumes.spilling import SpillPlace as SpillPlace
+from torchstore_core.wire.volumes.spilling import SpillTrouble as SpillTrouble
+from torchstore_core.wire.volumes.spilling import WriteTogether as WriteTogether
+from torchstore_core.wire.volumes.spilling import WriteValues as WriteValues
 
 PROTOCOL_VERSION = 18
 
@@ -512,6 +524,7 @@ Request = (
     | Attach
     | Warm
     | Grown
+    | SpillDone
     | ProcessDied
     | PeerReply
     | CopierEnded
@@ -772,6 +785,12 @@ Reply = (
     | Prefault
     | Trim
     | MayGrow
+    | WriteValues
+    | WriteTogether
+    | ReadPieces
+    | ReadTogether
+    | CutSpill
+    | HurrySpill
     | WatchProcess
     | PeerHandshake
     | PeerGone

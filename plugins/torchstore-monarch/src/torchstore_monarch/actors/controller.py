@@ -89,6 +89,8 @@ class ControllerActor(Actor):
             "strategy_fields": request.strategy_fields,
             "block": request.block,
             "when_full": request.when_full,
+            "spill": request.spill,
+            "spill_capacity": request.spill_capacity,
             "repair_bandwidth": request.repair_bandwidth,
             "directory": self._directory.path,
             "owner": os.getpid(),

@@ -233,9 +233,10 @@ class Directory(Actor):
         chosen = spread(hosts, request.num_storage_volumes)
         sharing = Counter(hosts[at] for at in chosen)
         share = request.capacity and request.capacity // request.num_storage_volumes
+        spilled = request.spill_capacity and request.spill_capacity // request.num_storage_volumes
         plans: dict[int, list[VolumePlan]] = {}
         for index, at in enumerate(chosen):
-            plan = VolumePlan(index, share, sharing[hosts[at]])
+            plan = VolumePlan(index, share, sharing[hosts[at]], request.spill, spilled)
             plans.setdefault(at, []).append(plan)
 
         async def begin(at: int, control: str) -> str:

@@ -17,6 +17,7 @@ from torchstore_core.plugins.registry import Registry
 from torchstore_core.server.memory.volume import Volume, default_capacity
 from torchstore_core.server.remote.attached import VolumeConnection
 from torchstore_core.server.remote.relay import Relay
+from torchstore_core.server.remote.spill_files import VolumeFile
 from torchstore_monarch.actors.core_thread import CoreThread
 from torchstore_monarch.actors.hosting import Host, hosting
 from torchstore_monarch.actors.placing import told_addresses
@@ -111,8 +112,12 @@ class HostActor(Actor):
             self._volumes.append(volume)
             with hosting(Host(wanted.store_id, self._agent_of)):
                 info = await volume.start()
+            spill = None
+            if plan.spill is not None:
+                memory = volume.memory.fd
+                spill = VolumeFile(plan.spill, plan.spill_capacity, plan.sharing, memory)
             line = await VolumeConnection.open(
-                path, volume, info, self._server_gone, wanted.timeout
+                path, volume, info, self._server_gone, wanted.timeout, spill
             )
             self._lines.append(line)
         self._own = wanted.own

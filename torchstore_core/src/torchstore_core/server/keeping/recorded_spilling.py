@@ -11,7 +11,7 @@ needs no record.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,8 +21,8 @@ from torchstore_core.server.index.records import Value
 from torchstore_core.server.keeping.log import SPARE_OF_STEPS
 from torchstore_core.server.spilling.delays import Delayed
 from torchstore_core.server.spilling.policy import State, Tracked
-from torchstore_core.server.spilling.spill_file import Extent
 from torchstore_core.server.spilling.spilling import Spilling
+from torchstore_core.wire.volumes.spilling import Extent
 
 if TYPE_CHECKING:
     from torchstore_core.server.spilling.moves import Mover
@@ -179,7 +179,8 @@ class RecordedSpilling(Spilling):
                 case _Evicted():
                     self._evict_these(list(map(of, step.numbers)))
                 case _Reading():
-                    mover.read(list(map(of, step.numbers)))
+                    with suppress(Delayed):  # as the end of these steps says, too
+                        mover.read(list(map(of, step.numbers)))
                 case _Ended():
                     if step.how == _DELAYED:
                         raise _delayed()

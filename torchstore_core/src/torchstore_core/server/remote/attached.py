@@ -31,6 +31,7 @@ from torchstore_core.server.memory.segment import call_from_thread
 from torchstore_core.server.memory.volume import Volume
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.remote.process_watches import ProcessWatches
+from torchstore_core.server.remote.spill_files import AttachedFile, VolumeFile
 from torchstore_core.server.repairing.copier_process import CopierProcess
 from torchstore_core.server.serving.frames import FrameProtocol
 from torchstore_core.server.spilling.delays import Delayed
@@ -232,18 +233,24 @@ class KnownVolume(msgspec.Struct, frozen=True):
         info: as it has told it.
         pid, started: of its process, see ``machine.processes``; 0: unknown.
         usable: how far its memory may be used from the beginning, see ``messages.Attach``.
+        spill: its spill file; None: it has none.
     """
 
     info: m.VolumeInfo
     pid: int
     started: int
     usable: int | None = None
+    spill: m.SpillPlace | None = None
 
 
 class AttachedVolume(VolumeRecord):
-    """A volume in another process."""
+    """A volume in another process.
 
-    __slots__ = ("_watch", "is_connected", "known")
+    Attributes:
+        spilled: its spill file; None: it has none.
+    """
+
+    __slots__ = ("_watch", "is_connected", "known", "spilled")
     memory: AttachedMemory
     halves: AttachedHalves
 
@@ -254,6 +261,7 @@ class AttachedVolume(VolumeRecord):
         allocator.ask(grow, allocator.capacity if known.usable is None else known.usable)
         super().__init__(known.info, memory, AttachedHalves(known.info.id), allocator)
         self.known = known
+        self.spilled = None if known.spill is None else AttachedFile(known.spill)
         self.is_connected = False
         self._watch: ProcessWatch | None = None
 
@@ -263,6 +271,8 @@ class AttachedVolume(VolumeRecord):
         self.unwatch()
         self.memory.connected(send)
         self.halves.connected(send)
+        if self.spilled is not None:
+            self.spilled.connected(send)
 
     def watch(self, ended: Callable[[], None]) -> None:
         """Call something when its process has ended, as far as that can be seen, unless it connects
@@ -298,13 +308,21 @@ class VolumeConnection(FrameProtocol):
         volume: the volume, which has been started.
         info: the result of ``volume.start()``.
         lost: called once, when the server of an attached volume is gone for good.
+        spill: the volume's spill file, which ends with this connection; None: it has none.
     """
 
-    def __init__(self, volume: Volume, info: m.VolumeInfo, lost: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        volume: Volume,
+        info: m.VolumeInfo,
+        lost: Callable[[], None],
+        spill: VolumeFile | None = None,
+    ) -> None:
         super().__init__(m.MAX_FRAME)
         self._volume = volume
         self._info = info
         self._lost = lost
+        self._spill = spill
         self._loop = asyncio.get_running_loop()
         self._attached: asyncio.Future[int] = self._loop.create_future()
         self._returning: asyncio.Task[None] | None = None
@@ -316,7 +334,13 @@ class VolumeConnection(FrameProtocol):
 
     @classmethod
     async def open(
-        cls, path: str, volume: Volume, info: m.VolumeInfo, lost: Callable[[], None], timeout: float
+        cls,
+        path: str,
+        volume: Volume,
+        info: m.VolumeInfo,
+        lost: Callable[[], None],
+        timeout: float,
+        spill: VolumeFile | None = None,
     ) -> VolumeConnection:
         """Attach a volume to the server whose control socket, or relay, is at ``path``.
 
@@ -325,7 +349,7 @@ class VolumeConnection(FrameProtocol):
             StoreTimeoutError: it took longer than ``timeout`` seconds.
             ProtocolError, ConfigurationError: the server rejected the volume.
         """
-        made = cls(volume, info, lost)
+        made = cls(volume, info, lost, spill)
         made._path = path
         try:
             async with asyncio.timeout(timeout):
@@ -337,7 +361,11 @@ class VolumeConnection(FrameProtocol):
                 details={"timeout": timeout, "volume": info.id},
             ) from error
         except OSError as error:
+            made.close()
             raise StoreClosedError(f"volume {info.id}: no server at {path}: {error}") from error
+        except BaseException:
+            made.close()
+            raise
         return made
 
     async def _attach(self) -> None:
@@ -357,6 +385,8 @@ class VolumeConnection(FrameProtocol):
         """Attach again to a server that comes back, as often as that takes."""
         while not self._closing:
             self._attached = self._loop.create_future()
+            if self._spill is not None:
+                await self._spill.drop()
             try:
                 await self._attach()
             except StoreClosedError:  # it has died again
@@ -377,6 +407,8 @@ class VolumeConnection(FrameProtocol):
         self._watcher.close()
         self._copier.stop()
         super().close()
+        if self._spill is not None:
+            self._spill.close()
 
     # ---- FrameProtocol --------------------------------------------------------------------
 
@@ -386,7 +418,8 @@ class VolumeConnection(FrameProtocol):
         self._watcher = ProcessWatches(self._send)
         memory = self._volume.memory
         usable = memory.may_grow(memory.warm)
-        self._send(m.Attach(1, m.PROTOCOL_VERSION, self._info, usable))
+        spill = None if self._spill is None else self._spill.place
+        self._send(m.Attach(1, m.PROTOCOL_VERSION, self._info, usable, spill))
 
     def received(self, bodies: list[bytes]) -> None:
         """Handle the messages that the server has sent."""
@@ -441,6 +474,16 @@ class VolumeConnection(FrameProtocol):
                 self._send(m.Grown(message.end, usable, memory.left))
             case m.WatchProcess():
                 self._watcher.watch(message)
+            case (
+                m.WriteValues()
+                | m.WriteTogether()
+                | m.ReadPieces()
+                | m.ReadTogether()
+                | m.CutSpill()
+            ) if self._spill is not None:
+                self._spill.order(message, self._send)
+            case m.HurrySpill() if self._spill is not None:
+                self._spill.hurry()
             case m.StartCopier():
                 self._copier.start(self._path, again=message.again)
             case m.PeerHandshake() | m.PeerGone():

@@ -275,6 +275,8 @@ class Conversation:
                     self._server.volume_warmed(self._volume, request)
                 case m.Grown():
                     self._server.volume_grown(self._volume, request)
+                case m.SpillDone():
+                    self._server.volume_spilled(self._volume, request)
                 case m.ProcessDied():
                     self._server.process_ended(request)
                 case m.PeerReply():

@@ -1,30 +1,27 @@
-"""Moves values between memory and the spill file: starts the I/O, and notes how it ended."""
+"""Moves values between memory and spill files: orders the I/O, and notes how it ended."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import functools
 import logging
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Protocol
 
 from torchstore_core import moments
-from torchstore_core.errors import StoreFullError, TorchStoreError
+from torchstore_core.errors import StoreFullError
 from torchstore_core.reports.units import human_bytes
 from torchstore_core.server.memory.allocator import ALIGNMENT, Allocator, rounded
 from torchstore_core.server.memory.volume_record import VolumeRecord
-from torchstore_core.server.spilling.mapped import MappedSegment
 from torchstore_core.server.spilling.policy import Residency, State, Tracked
-from torchstore_core.server.spilling.spill_file import DamagedError, SpillFile, spanned, write_all
-from torchstore_core.server.spilling.workers import Workers
+from torchstore_core.server.spilling.space import SpillSpace
+from torchstore_core.server.spilling.spill_file import SpillFile
+from torchstore_core.server.spilling.threads import READERS, SpillThreads
+from torchstore_core.wire.volumes import spilling as orders
+from torchstore_core.wire.volumes.spilling import Place, SpillDone, SpillTrouble, spanned
 
 log = logging.getLogger(__name__)
 
 _PAGE = 4096
-_WRITERS = 2
-_READERS = 4
-_NICE = 10
 # A thread reads at least so many pieces of a value.
 _LEAST_PIECES = 2
 # A job writes several values, of so many bytes in all.
@@ -40,45 +37,123 @@ _MOST_AT_ONCE = 4 * _MOST_TOGETHER
 _PAUSE_S = 1.0
 # The same trouble is logged again after so many seconds.
 _SILENCE_S = 60.0
+# Of what has no extent any more, and is not wanted.
+_NOWHERE = orders.Extent((), 0, 0)
 
-_Written = tuple[Tracked, list[int], Exception | None]
+
+class HasFile(Protocol):
+    """Whoever has a spill file, and carries out orders for it: ``threads.SpillThreads``, or a
+    volume in another process.
+    """
+
+    @property
+    def file_system(self) -> str:
+        """The type of the file system; empty if it is not known."""
+
+    @property
+    def most(self) -> int:
+        """The bytes that the file may have in the end, as far as is known."""
+
+    @property
+    def size(self) -> int:
+        """Where what was ever written ends."""
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether it is worth while to let its segments leave the page tables."""
+
+    def submit(
+        self,
+        order: orders.SpillOrder,
+        done: Callable[[SpillDone], None],
+        wanted: Callable[[int], bool],
+    ) -> None:
+        """Have an order carried out, see ``SpillThreads.submit``."""
+
+    def hurry(self) -> None:
+        """Somebody waits for what is being written."""
+
+    def close(self) -> None:
+        """No orders are carried out any more."""
+
+
+class Site:
+    """One spill file, as the event loop sees it.
+
+    Args:
+        capacity: the most bytes that the file may have.
+        file: whoever has it.
+
+    Attributes:
+        space: which parts of it are in use.
+        trouble: why nothing could be written the last time; empty if it could.
+        troubles: how often nothing could be.
+        paused_until: until when nothing is written.
+        is_full: whether that is because its capacity is used up.
+        is_trimming: whether its end is being cut off.
+        lost: whether it is gone for good.
+    """
+
+    def __init__(self, capacity: int, file: HasFile) -> None:
+        self.space = SpillSpace(capacity)
+        self.file = file
+        self.trouble = ""
+        self.troubles = 0
+        self.paused_until = 0.0
+        self.is_full = False
+        self.is_trimming = False
+        self.lost = False
+
+    @property
+    def left(self) -> int:
+        """Bytes that can still be written, as far as is known: others may fill the disk, too."""
+        return 0 if self.lost else min(self.space.free, max(0, self.file.most - self.space.used))
 
 
 class Mover:
-    """Moves values between the segments of this process and one spill file.
+    """Moves values between segments and spill files.
 
     Args:
-        file: where they are spilled to.
+        directory: where the files are.
+        sites: the files.
         volumes: whose memory it is.
-        memories: the descriptors of their segments.
-        soon: calls something in the thread of the event loop; it may be called in any thread.
+        by_volume: whether each volume has a file of its own. Then what is written to that can only
+            come back to this volume. Otherwise there is one file for all.
 
     Attributes:
-        trouble: why nothing could be written the last time; empty if it could.
         written_bytes, read_bytes: how much has been moved so far.
     """
 
     def __init__(
         self,
+        directory: str,
+        sites: Sequence[Site],
+        volumes: Sequence[VolumeRecord],
+        *,
+        by_volume: bool,
+    ) -> None:
+        self.directory = directory
+        self.sites = sites
+        self.by_volume = by_volume
+        self._volumes = volumes
+        self._reading: dict[int, Tracked] = {}  # by their numbers
+        self._repeating = False
+        self._logged: dict[str, float] = {}  # when each trouble was, the last time
+        self.written_bytes = self.read_bytes = 0
+
+    @classmethod
+    def here(
+        cls,
         file: SpillFile,
         volumes: Sequence[VolumeRecord],
         memories: Sequence[int],
         soon: Callable[[Callable[[], None]], None],
-    ) -> None:
-        self.file = file
-        self._volumes = volumes
-        self._memories = [MappedSegment(fd) for fd in memories]
-        self._writers = Workers("torchstore-spill", _WRITERS, _NICE, soon)
-        self._readers = Workers("torchstore-unspill", _READERS, 0, soon)
-        self._reading: dict[int, Tracked] = {}  # by their numbers
-        self._repeating = False
-        self._trimming = False
-        self._paused_until = 0.0
-        self._is_full = False  # which is why it pauses
-        self.trouble = ""
-        self._troubles = 0
-        self._logged: dict[str, float] = {}  # when each trouble was, the last time
-        self.written_bytes = self.read_bytes = 0
+    ) -> Mover:
+        """One for volumes of this process, with the descriptors of their segments; it closes the
+        file. ``soon``: see :class:`SpillThreads`.
+        """
+        site = Site(file.capacity, SpillThreads(file, memories, soon))
+        return cls(file.directory, [site], volumes, by_volume=False)
 
     def begin(
         self,
@@ -101,11 +176,29 @@ class Mover:
         """Until :meth:`go_on`, nothing is read or written: what is noted has happened before."""
         self._repeating = True
 
+    def lose(self, index: int) -> None:
+        """A volume is lost, and its spill file with it, if it has one of its own."""
+        if self.by_volume:
+            self.sites[index].lost = True
+
+    def only_in_memory(self, tracked: Tracked) -> None:
+        """Give up the copy on disk of a value that is in memory, too."""
+        self._values.move(tracked, State.DIRTY)
+        self._discard(tracked)
+
     def go_on(self) -> None:
-        """From now on, the file has what the values say; those that were being read are read."""
+        """From now on, the files have what the values say; those that were being read are read."""
         self._repeating = False
         there = [*self._values.all(), *[one for one in self._reading.values() if one.gone]]
-        self.file.occupy([one.extent for one in there if one.extent is not None])
+        extents: list[list[orders.Extent]] = [[] for _ in self.sites]
+        for one in there:
+            if one.extent is not None:
+                extents[self._number(one)].append(one.extent)
+        for site, occupied in zip(self.sites, extents, strict=True):
+            site.space.occupy(occupied, site.file.size)
+        for volume in self._volumes:
+            if volume.lost:
+                self.lose(volume.index)
         self._submit_reads(self.reading)
 
     @property
@@ -113,169 +206,238 @@ class Mover:
         """The values that are being read, with those that nobody holds any more."""
         return list(self._reading.values())
 
+    def _number(self, tracked: Tracked) -> int:
+        """Which of the sites a value is written to, or was."""
+        return tracked.value.volume if self.by_volume else 0
+
+    def _site(self, tracked: Tracked) -> Site:
+        return self.sites[self._number(tracked)]
+
+    def _where(self, tracked: Tracked, place: tuple[int, int]) -> Place:
+        volume, offset = place
+        return Place(0 if self.by_volume else volume, offset, tracked.value.nbytes)
+
+    # ---- what is known of the files ---------------------------------------------------------
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing could be written to a file the last time; empty if it could."""
+        return next((site.trouble for site in self.sites if site.trouble and not site.lost), "")
+
+    @property
+    def capacity(self) -> int:
+        """The most bytes that all files may have."""
+        return sum([site.space.capacity for site in self.sites if not site.lost])
+
+    @property
+    def used(self) -> int:
+        """Bytes of the files that are in use."""
+        return sum([site.space.used for site in self.sites if not site.lost])
+
+    @property
+    def free(self) -> int:
+        """Bytes that are left."""
+        return sum([site.space.free for site in self.sites if not site.lost])
+
+    @property
+    def left(self) -> int:
+        """Bytes that can still be written, as far as is known."""
+        return sum([site.left for site in self.sites])
+
+    @property
+    def file_system(self) -> str:
+        """The type of their file systems, if all have the same."""
+        kinds = {site.file.file_system for site in self.sites}
+        return kinds.pop() if len(kinds) == 1 else ""
+
     # ---- to disk --------------------------------------------------------------------------
 
-    def write(self, nbytes: int, *, at_any_price: bool = False) -> None:
+    def write(
+        self, nbytes: int, *, at_any_price: bool = False, only: Collection[int] | None = None
+    ) -> None:
         """Have values written, the least recently used first, until ``nbytes`` are under way.
 
         Args:
-            at_any_price: somebody waits for it. If the spill file is full, also give up the copies
+            only: only values of these volumes; None: any.
+            at_any_price: somebody waits for it. If a spill file is full, also give up the copies
                 in it of values that are in memory.
         """
-        self._write(nbytes, at_any_price)
+        self._write(nbytes, at_any_price, only)
         if at_any_price:
-            self._writers.hurry()
+            for site in self.sites:
+                site.file.hurry()
 
-    def _write(self, nbytes: int, at_any_price: bool) -> None:
+    def _write(self, nbytes: int, at_any_price: bool, only: Collection[int] | None) -> None:
         values = self._values
+        now = moments.monotonic()
         # A copy that a get has left in the full file can be given up at once for another value.
-        at_once = at_any_price and self._is_full and values.copied
-        if moments.monotonic() < self._paused_until and not at_once:
-            return
+        ready = [
+            site
+            for number, site in enumerate(self.sites)
+            if not site.lost
+            and (
+                now >= site.paused_until
+                or (at_any_price and site.is_full and values.copied[number])
+            )
+        ]
         wanted = nbytes - values.bytes_of[State.WRITING]
-        if wanted <= 0:  # what is under way is enough
+        if not ready or wanted <= 0:  # what is under way is enough
             return
+
+        def is_ready(tracked: Tracked) -> bool:
+            if only is not None and tracked.value.volume not in only:
+                return False
+            return len(ready) == len(self.sites) or self._site(tracked) in ready
+
         found: list[Tracked] = []
-        if self.file.free:
-            found = values.oldest(State.DIRTY, wanted, self._fits, _MOST_AT_ONCE)
+        if any(site.space.free for site in ready):
+            found = values.oldest(
+                State.DIRTY,
+                wanted,
+                lambda tracked: is_ready(tracked) and self._fits(tracked),
+                _MOST_AT_ONCE,
+            )
         if not found and at_any_price:
-            found = self._give_up_copies()
+            found = self._give_up_copies(is_ready)
+        for site in ready:
+            self._write_to(site, [tracked for tracked in found if self._site(tracked) is site])
+        if not found:
+            for site in ready:
+                if values.oldest(State.DIRTY, wanted, functools.partial(self._is_at, site), 1):
+                    full = human_bytes(site.space.capacity)
+                    self._pause(site, f"its capacity of {full} is used up (see spill_capacity=)")
+                    site.is_full = True
+
+    def _is_at(self, site: Site, tracked: Tracked) -> bool:
+        return self._site(tracked) is site
+
+    def _write_to(self, site: Site, found: Sequence[Tracked]) -> None:
         batch: list[Tracked] = []
         size = 0
         for tracked in found:
             if _is_small(tracked):
                 continue
-            extent = self.file.reserve(tracked.value.offset % _PAGE, tracked.value.nbytes)
+            extent = site.space.reserve(tracked.value.offset % _PAGE, tracked.value.nbytes)
             if extent is None:  # those before it took the room
                 continue
             tracked.extent = extent
             batch.append(tracked)
             size += tracked.nbytes
             if size >= _BATCH:
-                self._submit(batch)
+                self._submit(site, batch)
                 batch, size = [], 0
         if batch:
-            self._submit(batch)
+            self._submit(site, batch)
         for some in _portions([tracked for tracked in found if _is_small(tracked)]):
-            self._submit_together(some)
-        if not found and values.oldest(State.DIRTY, wanted, most=1):
-            full = human_bytes(self.file.capacity)
-            self._pause(f"its capacity of {full} is used up (see spill_capacity=)")
-            self._is_full = True
+            self._submit_together(site, some)
 
     def _fits(self, tracked: Tracked, more: int = 0) -> bool:
-        """Whether the file has room for a value, if ``more`` bytes are freed there."""
+        """Whether its file has room for a value, if ``more`` bytes are freed there."""
         value = tracked.value
         head = 0 if _is_small(tracked) else value.offset % _PAGE
-        return spanned(head, value.nbytes) <= self.file.free + more
+        return spanned(head, value.nbytes) <= self._site(tracked).space.free + more
 
-    def _give_up_copies(self) -> list[Tracked]:
-        """Make room in the file for the least recently used value for which that is possible, by
+    def _give_up_copies(self, is_ready: Callable[[Tracked], bool]) -> list[Tracked]:
+        """Make room in a file for the least recently used value for which that is possible, by
         giving up copies of values that are in memory; the most recently used first.
         """
         values = self._values
-        found = values.oldest(State.DIRTY, 1, lambda tracked: self._fits(tracked, values.copied))
-        while found and not self._fits(found[0]) and (clean := values.newest(State.CLEAN)):
-            values.move(clean, State.DIRTY)
-            self._discard(clean)
+
+        def may_fit(tracked: Tracked) -> bool:
+            return is_ready(tracked) and self._fits(tracked, values.copied[self._number(tracked)])
+
+        found = values.oldest(State.DIRTY, 1, may_fit)
+        while found and not self._fits(found[0]):
+            clean = values.newest(State.CLEAN, self._number(found[0]))
+            if clean is None:
+                break
+            self.only_in_memory(clean)
         return found
 
-    def _submit_together(self, batch: Sequence[Tracked]) -> None:
+    def _submit_together(self, site: Site, batch: Sequence[Tracked]) -> None:
         """Write small values one after the other, as far as there is room."""
-        room = self.file.reserve_together([tracked.value.nbytes for tracked in batch])
+        room = site.space.reserve_together([tracked.value.nbytes for tracked in batch])
         if room is None:
             if len(batch) > 1:
-                self._submit_together(batch[: len(batch) // 2])
-                self._submit_together(batch[len(batch) // 2 :])
+                self._submit_together(site, batch[: len(batch) // 2])
+                self._submit_together(site, batch[len(batch) // 2 :])
             return
         whole, extents = room
-        places: list[bytes | tuple[int, int, int]] = []
+        contents: list[bytes | Place] = []
         for tracked, extent in zip(batch, extents, strict=True):
             value = tracked.value
-            here = value.volume, value.nbytes, value.offset
-            places.append(here if value.data is None else value.data)
+            here = self._where(tracked, (value.volume, value.offset))
+            contents.append(here if value.data is None else value.data)
             tracked.extent = extent
+        self._begin_writing(site, batch, orders.WriteTogether(0, contents, whole))
 
-        def job() -> list[_Written]:
-            contents = [
-                one if isinstance(one, bytes) else os.pread(self._memories[one[0]].fd, *one[1:])
-                for one in places
-            ]
-            sums = self.file.write_together(contents, whole)
-            return [(*one, None) for one in zip(batch, sums, strict=True)]
+    def _submit(self, site: Site, batch: Sequence[Tracked]) -> None:
+        places = [self._where(tracked, tracked.value.places[0]) for tracked in batch]
+        extents = [tracked.extent for tracked in batch if tracked.extent is not None]
+        self._begin_writing(site, batch, orders.WriteValues(0, places, extents))
 
-        self._begin_writing(batch, job)
-
-    def _submit(self, batch: Sequence[Tracked]) -> None:
-        places = [(t, *t.value.places[0], t.extent) for t in batch]
-
-        def job() -> list[_Written]:
-            done: list[_Written] = []
-            for tracked, volume, offset, extent in places:
-                if extent is None or tracked.gone:
-                    done.append((tracked, [], None))
-                    continue
-                try:
-                    sums = self.file.write(self._memories[volume], offset, extent)
-                except OSError as error:
-                    done.append((tracked, [], error))
-                else:
-                    done.append((tracked, sums, None))
-            return done
-
-        self._begin_writing(batch, job)
-
-    def _begin_writing(self, batch: Sequence[Tracked], job: Callable[[], list[_Written]]) -> None:
-        """Have values written by a job; if it fails, none of them was."""
+    def _begin_writing(
+        self, site: Site, batch: Sequence[Tracked], order: orders.SpillOrder
+    ) -> None:
+        """Have values written by one order."""
         for tracked in batch:
             self._values.move(tracked, State.WRITING)
-        troubles = self._troubles
+        done = functools.partial(self._written, site, batch, site.troubles)
+        site.file.submit(order, done, lambda at: not batch[at].gone)
 
-        def failed(error: Exception) -> None:
-            self._written([(tracked, [], error) for tracked in batch], troubles)
-
-        self._writers.submit(lambda: functools.partial(self._written, job(), troubles), failed)
-
-    def _written(self, done: list[_Written], troubles: int) -> None:
+    def _written(
+        self, site: Site, batch: Sequence[Tracked], troubles: int, done: SpillDone
+    ) -> None:
         """``troubles``: how often nothing could be written before these writes were begun."""
-        for tracked, sums, error in done:
+        is_progress = False
+        for at, tracked in enumerate(batch):
+            trouble = done.trouble(at)
+            is_progress = is_progress or tracked.gone or trouble is None
             if tracked.gone:
                 self._discard(tracked)
-            elif error is not None:
+            elif trouble is not None:
                 self._discard(tracked)
                 self._values.move(tracked, State.DIRTY, first=True)
-                self._pause(_why(error))
+                self._pause(site, trouble.why)
             else:
-                if troubles == self._troubles:  # what failed meanwhile says more: this found a gap
-                    self.trouble = ""
-                tracked.sums = sums
+                if troubles == site.troubles:  # what failed meanwhile says more: this found a gap
+                    site.trouble = ""
+                tracked.sums = done.sums[at]
                 self.written_bytes += tracked.value.nbytes
                 self._values.move(tracked, State.CLEAN)
-        self._moved(any(tracked.gone or error is None for tracked, _, error in done))
+        self._moved(is_progress)
 
-    def _pause(self, why: str) -> None:
+    def _pause(self, site: Site, why: str) -> None:
         now = moments.monotonic()
-        if why != self.trouble and now - self._logged.get(why, -_SILENCE_S) >= _SILENCE_S:
+        if why != site.trouble and now - self._logged.get(why, -_SILENCE_S) >= _SILENCE_S:
             self._logged[why] = now
-            log.warning("cannot spill to %s: %s", self.file.directory, why)
-        self.trouble, self._is_full = why, False
-        self._troubles += 1
-        self._paused_until = now + _PAUSE_S
+            log.warning("cannot spill to %s: %s", self.directory, why)
+        site.trouble, site.is_full = why, False
+        site.troubles += 1
+        site.paused_until = now + _PAUSE_S
 
     # ---- from disk ------------------------------------------------------------------------
 
     def read(self, wanted: Sequence[Tracked]) -> bool:
         """Have values read into memory. Returns False, and does nothing, if there is no room for
         all of them.
+
+        Raises:
+            Delayed: a volume is being asked whether its host has the memory; nothing is done.
         """
         places: list[tuple[int, int]] = []
-        for tracked in wanted:
-            place = self._place(tracked)
-            if place is None:
+        try:
+            for tracked in wanted:
+                place = self._place(tracked)
+                if place is None:
+                    break
+                places.append(place)
+        finally:
+            if len(places) < len(wanted):
                 for taken, other in zip(places, wanted, strict=False):
                     self._free_place(other, taken)
-                return False
-            places.append(place)
+        if len(places) < len(wanted):
+            return False
         for tracked, place in zip(wanted, places, strict=True):
             self.note_reading(tracked, place)
         if not self._repeating:
@@ -298,19 +460,37 @@ class Mover:
             else:
                 self._submit_read(tracked)
         small.sort(key=_position)
-        for some in _portions(small):
-            job = functools.partial(self._read_together_in_thread, some)
-            self._readers.submit(job, functools.partial(self._none_read, some))
+        for number, site in enumerate(self.sites):
+            for some in _portions([one for one in small if self._number(one) == number]):
+                self._read_small(site, some)
+
+    def _read_small(self, site: Site, some: Sequence[Tracked]) -> None:
+        order = orders.ReadTogether(
+            0,
+            [None if one.is_inline else self._where(one, one.place) for one in some],
+            [one.extent or _NOWHERE for one in some],
+            [one.sums for one in some],
+        )
+
+        def is_wanted(at: int) -> bool:
+            return some[at].extent is not None and not some[at].gone
+
+        site.file.submit(order, functools.partial(self._read_together, some), is_wanted)
 
     def _submit_read(self, tracked: Tracked) -> None:
         """Have all readers read pieces of a large value."""
         count = len(tracked.sums)
-        step = max(-(-count // _READERS), _LEAST_PIECES)
-        shares = [slice(start, start + step) for start in range(0, count, step)]
-        tracked.reads, tracked.error = len(shares), None
-        for share in shares:
-            job = functools.partial(self._read_in_thread, tracked, share)
-            self._readers.submit(job, functools.partial(self._share_read, tracked))
+        step = max(-(-count // READERS), _LEAST_PIECES)
+        shares = range(0, count, step)
+        tracked.reads, tracked.trouble = len(shares), None
+        place, extent = self._where(tracked, tracked.place), tracked.extent or _NOWHERE
+        for first in shares:
+            sums = tracked.sums[first : first + step]
+            self._site(tracked).file.submit(
+                orders.ReadPieces(0, place, extent, sums, first),
+                functools.partial(self._share_read, tracked),
+                lambda at: tracked.extent is not None and not tracked.gone,
+            )
 
     def _place(self, tracked: Tracked) -> tuple[int, int] | None:
         """Memory for a value, in the volume where it was if there is room. What is in the server's
@@ -319,7 +499,7 @@ class Mover:
         value, extent = tracked.value, tracked.extent
         head = 0 if extent is None else extent.head
         order = sorted(self._volumes, key=lambda v: v.index != value.volume)
-        for volume in order:
+        for volume in order[:1] if self.by_volume else order:
             if volume.lost or volume.free < tracked.nbytes:
                 continue
             if tracked.is_inline:
@@ -333,13 +513,6 @@ class Mover:
                 return volume.index, offset
         return None
 
-    def _read_in_thread(self, tracked: Tracked, share: slice) -> Callable[[], None]:
-        volume, offset = tracked.place
-        extent, memory = tracked.extent, self._memories[volume]
-        if extent is not None and not tracked.gone:
-            self.file.read(memory, offset, extent, tracked.sums, share)
-        return functools.partial(self._share_read, tracked, None)
-
     def _free_place(self, tracked: Tracked, place: tuple[int, int]) -> None:
         """Free memory for a value; see :meth:`_place`."""
         at, offset = place
@@ -348,52 +521,25 @@ class Mover:
         else:
             self._volumes[at].allocator.free([(offset, tracked.value.nbytes)])
 
-    def _read_together_in_thread(self, wanted: Sequence[Tracked]) -> Callable[[], None]:
-        there = [
-            (tracked, tracked.extent, tracked.sums)
-            for tracked in wanted
-            if tracked.extent is not None and not tracked.gone
-        ]
-        found = self.file.read_together([(extent, sums) for _, extent, sums in there])
-        contents: dict[int, bytes | Exception] = {}
-        for (tracked, _, _), content in zip(there, found, strict=True):
-            contents[tracked.number] = content
-            if isinstance(content, bytes) and not tracked.is_inline:
-                volume, offset = tracked.place
-                try:
-                    write_all(self._memories[volume].fd, memoryview(content), offset)
-                    contents[tracked.number] = b""
-                except OSError as error:
-                    contents[tracked.number] = error
-        return functools.partial(self._read_together, wanted, contents)
-
-    def _read_together(
-        self, wanted: Sequence[Tracked], contents: Mapping[int, bytes | Exception]
-    ) -> None:
-        for tracked in wanted:
-            content = contents.get(tracked.number, b"")
-            if isinstance(content, bytes):
-                tracked.content = content
-                self._read(tracked, None)
-            else:
-                self._read(tracked, content)
+    def _read_together(self, wanted: Sequence[Tracked], done: SpillDone) -> None:
+        for at, tracked in enumerate(wanted):
+            trouble = done.trouble(at)
+            if trouble is None:
+                tracked.content = done.contents[at]
+            self._read(tracked, trouble)
         self._moved(True)
 
-    def _none_read(self, wanted: Sequence[Tracked], error: Exception) -> None:
-        self._read_together(wanted, {tracked.number: error for tracked in wanted})
-
-    def _share_read(self, tracked: Tracked, error: Exception | None) -> None:
-        tracked.error = tracked.error or error
+    def _share_read(self, tracked: Tracked, done: SpillDone) -> None:
+        tracked.trouble = tracked.trouble or done.trouble()
         tracked.reads -= 1
         if not tracked.reads:
-            self._read(tracked, tracked.error)
+            self._read(tracked, tracked.trouble)
             self._moved(True)
 
-    def _read(self, tracked: Tracked, error: Exception | None) -> None:
-        if error is not None and not tracked.gone:
-            tracked.is_damaged = isinstance(error, DamagedError)
-            tracked.failure = _why(error)
-            log.error("%r cannot be read from %s: %s", tracked.key, self.file.directory, error)
+    def _read(self, tracked: Tracked, trouble: SpillTrouble | None) -> None:
+        if trouble is not None and not tracked.gone:
+            tracked.is_damaged, tracked.failure = trouble.is_damaged, trouble.why
+            log.error("%r cannot be read from %s: %s", tracked.key, self.directory, trouble.why)
         self._end_read(tracked)
 
     def _end_read(self, tracked: Tracked) -> None:
@@ -445,61 +591,38 @@ class Mover:
     def _discard(self, tracked: Tracked) -> None:
         if tracked.extent is not None:
             if not self._repeating:
-                self.file.release(tracked.extent)
-                if self._is_full:  # there is room again
-                    self._is_full, self._paused_until = False, 0.0
+                site = self._site(tracked)
+                site.space.release(tracked.extent)
+                if site.is_full:  # there is room again
+                    site.is_full, site.paused_until = False, 0.0
             tracked.extent = None
 
     def trim(self) -> None:
-        """Return the unused end of the file to the file system, and let the segments leave the page
-        tables of this process. The former takes long on some file systems, so the space is not
-        returned whenever a value goes, but used for the next one.
+        """Return the unused ends of the files to the file system, and let the segments leave the
+        page tables. The former takes long on some file systems, so the space is not returned
+        whenever a value goes, but used for the next one.
         """
-        if self._trimming:
-            return
-        tail = self.file.take_tail()
-        filled = [memory for memory in self._memories if memory.is_filled]
-        if tail is None and not filled:
-            return
-        self._trimming = True
+        for site in self.sites:
+            if site.is_trimming or site.lost:
+                continue
+            tail = site.space.take_tail()
+            if tail is None and not site.file.is_filled:
+                continue
+            site.is_trimming = True
+            order = orders.CutSpill(0, -1 if tail is None else tail[0])
+            done = functools.partial(self._trimmed, site, tail)
+            site.file.submit(order, done, lambda at: True)
 
-        def job() -> Callable[[], None]:
-            for memory in filled:
-                memory.rest()
-            if tail is not None:
-                with contextlib.suppress(OSError):  # then it stays on disk, and is used again
-                    self.file.cut(tail)
-            return functools.partial(self._trimmed, tail)
-
-        self._writers.submit(job, functools.partial(self._trimmed, tail))
-
-    def _trimmed(self, tail: tuple[int, int] | None, error: Exception | None = None) -> None:
-        self._trimming = False
+    def _trimmed(self, site: Site, tail: tuple[int, int] | None, done: SpillDone) -> None:
+        site.is_trimming = False
         if tail is not None:
-            self.file.return_tail(tail)
+            site.space.return_tail(tail)
             self._moved(True)
 
     def close(self) -> None:
-        """End the threads and close the file."""
-        self.file.stop()
-        self._writers.close()
-        self._readers.close()
-        for memory in self._memories:
-            memory.close()
-        self.file.close()
-
-
-def _why(error: Exception) -> str:
-    """Why something could not be read or written, for people.
-
-    >>> _why(OSError(errno.ENOSPC, "said by the system")), _why(MemoryError())
-    ('said by the system', 'MemoryError')
-    """
-    if isinstance(error, OSError):
-        return error.strerror or str(error) or os.strerror(error.errno or errno.EIO)
-    if isinstance(error, TorchStoreError):
-        return error.message
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
+        """Carry out nothing more."""
+        for site in self.sites:
+            site.file.close()
 
 
 def _is_small(tracked: Tracked) -> bool:

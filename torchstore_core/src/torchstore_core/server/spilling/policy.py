@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 import heapq
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,7 @@ from torchstore_core.server.index.records import Value
 from torchstore_core.server.memory.allocator import rounded
 
 if TYPE_CHECKING:
-    from torchstore_core.server.spilling.spill_file import Extent
+    from torchstore_core.wire.volumes.spilling import Extent, SpillTrouble
 
 
 class State(enum.IntEnum):
@@ -58,7 +58,8 @@ class Tracked(msgspec.Struct, eq=False):
         failure: why it could not be read.
         is_damaged: whether it never can be.
         place: volume and offset that it is being read to.
-        reads, error: how many threads are reading pieces of it, and the first error of one.
+        reads, trouble: how many orders to read pieces of it are under way, and why one could not be
+            carried out.
         waiting: requests that are retried when it has been read.
         is_inline: whether its bytes are in the server's own memory when they are in memory, and not
             in a segment.
@@ -77,7 +78,7 @@ class Tracked(msgspec.Struct, eq=False):
     is_damaged: bool = False
     place: tuple[int, int] = (-1, -1)
     reads: int = 0
-    error: Exception | None = None
+    trouble: SpillTrouble | None = None
     waiting: list[Ticket] = []
     is_inline: bool = False
     content: bytes = b""
@@ -136,24 +137,29 @@ class Ticket:
 class Residency:
     """The tracked values, in the order of their last use.
 
+    Args:
+        by_volume: whether each volume has a spill file of its own, which has its number; otherwise
+            there is one, of number 0.
+
     Attributes:
         away: how many are not in memory.
         bytes_of: bytes of the values in each state.
-        copied: bytes of the spill file that hold copies of clean values.
+        copied: bytes of each spill file that hold copies of clean values.
         next_number: of the next value that is tracked.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_volume: bool = False) -> None:
+        self._by_volume = by_volume
         self._tracked: dict[int, Tracked] = {}
         self._by_use: dict[State, OrderedDict[int, Tracked]] = {s: OrderedDict() for s in _RANKED}
         self.bytes_of = dict.fromkeys(State, 0)
-        self.copied = 0
+        self.copied: dict[int, int] = defaultdict(int)
         self.count_of = dict.fromkeys(State, 0)
         self.next_number = 0
-        # How many of each size there are that have a copy on disk, and these sizes as a heap, the
-        # largest first; sizes stay in both until they are the largest, of none.
-        self._sizes: dict[int, int] = {}
-        self._largest: list[int] = []
+        # How many of each size there are that have a copy in each spill file, and these sizes as a
+        # heap, the largest first; sizes stay in both until they are the largest, of none.
+        self._sizes: dict[int, dict[int, int]] = defaultdict(dict)
+        self._largest: dict[int, list[int]] = defaultdict(list)
 
     def __len__(self) -> int:
         return len(self._tracked)
@@ -230,20 +236,27 @@ class Residency:
         ranked = [one for order in self._by_use.values() for one in order.values()]
         return ranked + [one for one in self._tracked.values() if one.state not in _RANKED]
 
-    def largest_on_disk(self) -> int:
-        """Bytes of memory that the largest value takes that is on disk, or can be at once."""
-        while self._largest and not self._sizes[-self._largest[0]]:
-            del self._sizes[-heapq.heappop(self._largest)]
-        return -self._largest[0] if self._largest else 0
+    def largest_on_disk(self, file: int = 0) -> int:
+        """Bytes of memory that the largest value takes that is only in this file, or can be at
+        once.
+        """
+        largest, sizes = self._largest[file], self._sizes[file]
+        while largest and not sizes[-largest[0]]:
+            del sizes[-heapq.heappop(largest)]
+        return -largest[0] if largest else 0
 
     def disposable(self) -> Iterator[Tracked]:
         """The values whose memory can be freed at once, when nobody reads them any more."""
         for state in (State.CLEAN, State.CACHED):
             yield from self._by_use[state].values()
 
-    def newest(self, state: State) -> Tracked | None:
-        """The most recently used value in this state."""
-        return next(reversed(self._by_use[state].values()), None)
+    def newest(self, state: State, file: int = 0) -> Tracked | None:
+        """The most recently used value in this state, of those of this file."""
+        there = reversed(self._by_use[state].values())
+        return next((tracked for tracked in there if self._file(tracked) == file), None)
+
+    def _file(self, tracked: Tracked) -> int:
+        return tracked.value.volume if self._by_volume else 0
 
     def tracked(self, values: Iterable[Value]) -> list[Tracked]:
         """Those of the values that are tracked."""
@@ -253,12 +266,14 @@ class Residency:
     def _enter(self, tracked: Tracked) -> None:
         size = tracked.nbytes
         if tracked.state in _WITH_COPY:
-            if size not in self._sizes:
-                self._sizes[size] = 0
-                heapq.heappush(self._largest, -size)
-            self._sizes[size] += 1
+            file = self._file(tracked)
+            sizes = self._sizes[file]
+            if size not in sizes:
+                sizes[size] = 0
+                heapq.heappush(self._largest[file], -size)
+            sizes[size] += 1
         if tracked.state is State.CLEAN and tracked.extent is not None:
-            self.copied += tracked.extent.span
+            self.copied[self._file(tracked)] += tracked.extent.span
         self.bytes_of[tracked.state] += size
         self.count_of[tracked.state] += 1
         order = self._by_use.get(tracked.state)
@@ -268,9 +283,9 @@ class Residency:
     def _leave(self, tracked: Tracked) -> None:
         size = tracked.nbytes
         if tracked.state in _WITH_COPY:
-            self._sizes[size] -= 1
+            self._sizes[self._file(tracked)][size] -= 1
         if tracked.state is State.CLEAN and tracked.extent is not None:
-            self.copied -= tracked.extent.span
+            self.copied[self._file(tracked)] -= tracked.extent.span
         self.bytes_of[tracked.state] -= size
         self.count_of[tracked.state] -= 1
         order = self._by_use.get(tracked.state)

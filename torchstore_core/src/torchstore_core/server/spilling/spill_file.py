@@ -16,22 +16,18 @@ import logging
 import mmap
 import os
 import tempfile
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-
-import msgspec
+from collections.abc import Sequence
 
 from torchstore_core.errors import ConfigurationError
 from torchstore_core.machine.directories import MEMORY_FILE_SYSTEMS, file_system
-from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.server.spilling.checksums import checksum
 from torchstore_core.server.spilling.mapped import MappedSegment
+from torchstore_core.server.spilling.space import PIECE
+from torchstore_core.wire.volumes.spilling import Extent
 
 log = logging.getLogger(__name__)
 
 _PAGE = 4096
-#: A value is moved and checked in pieces of this many bytes.
-PIECE = 8 << 20
 _PREFIX = ".torchstore-spill-"
 
 
@@ -42,57 +38,11 @@ class DamagedError(OSError):
     """What was read is not what was written."""
 
 
-class Extent(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """Where a value lies in the file.
-
-    Args:
-        runs: the parts of the file that hold its pages one after the other, as (offset, bytes), in
-            whole pages: one, unless there was room only in several places.
-        head: bytes of the first page that precede the value.
-        nbytes: of the value.
-    """
-
-    runs: tuple[tuple[int, int], ...]
-    head: int
-    nbytes: int
-
-    @property
-    def span(self) -> int:
-        """Bytes of the file that it takes: whole pages."""
-        return spanned(self.head, self.nbytes)
-
-    def within(self, at: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """The parts of the file, as (offset, bytes), that hold these bytes of the extent.
-
-        >>> list(Extent(((8192, 4096), (0, 8192)), 0, 12288).within(2048, 4096))
-        [(10240, 2048), (0, 2048)]
-        """
-        for offset, size in self.runs:
-            if at < size:
-                here = min(nbytes, size - at)
-                yield offset + at, here
-                nbytes -= here
-                at = size
-            if not nbytes:
-                return
-            at -= size
-
-
-def spanned(head: int, nbytes: int) -> int:
-    """The bytes of whole pages that hold ``nbytes`` which begin ``head`` bytes into a page.
-
-    >>> spanned(0, 4096), spanned(64, 4096), spanned(4032, 1)
-    (4096, 8192, 4096)
-    """
-    return (head + nbytes + _PAGE - 1) & -_PAGE
-
-
 class SpillFile:
-    """One unnamed file, and which parts of it are in use.
+    """One unnamed file. Which parts of it are in use is for ``space.SpillSpace`` to know.
 
-    The bookkeeping (:meth:`reserve`, :meth:`reserve_together`, :meth:`release`, :meth:`take_tail`,
-    :meth:`return_tail`) belongs to the event loop; :meth:`write`, :meth:`write_together`,
-    :meth:`read`, :meth:`read_together` and :meth:`cut` may be called in any thread.
+    :meth:`write`, :meth:`write_together`, :meth:`read`, :meth:`read_together` and :meth:`cut` may
+    be called in any thread.
 
     Args:
         directory: where to make the file; it is created if it does not exist.
@@ -100,6 +50,7 @@ class SpillFile:
         fd: of the file of an earlier life of this server; None: make one.
 
     Attributes:
+        capacity: as above.
         file_system: the type of the file system; empty if it is not known.
 
     Raises:
@@ -109,8 +60,6 @@ class SpillFile:
     def __init__(self, directory: str, capacity: int | None, fd: int | None = None) -> None:
         self.directory = directory
         self._stopped = False
-        self._written_end = 0
-        self._shared: Counter[int] = Counter()  # how many values have a part of a page, if several
         try:
             os.makedirs(directory, mode=0o700, exist_ok=True)
             _clean(directory)
@@ -129,7 +78,6 @@ class SpillFile:
         free = there.f_bavail * there.f_frsize
         self.capacity = free if capacity is None else capacity
         self.file_system = file_system(directory)
-        self._allocator = Allocator(self.capacity & -_PAGE)
         if fd is None and self.file_system in MEMORY_FILE_SYSTEMS:
             log.warning(
                 "%s is in memory (%s), so that spilling to it frees none",
@@ -138,125 +86,21 @@ class SpillFile:
             )
 
     @property
-    def used(self) -> int:
-        """Bytes of the file that are in use."""
-        return self._allocator.used
-
-    @property
-    def free(self) -> int:
-        """Bytes that are left."""
-        return self._allocator.free_bytes
-
-    @property
-    def left(self) -> int:
-        """Bytes that can still be written, as far as is known: others may fill the disk, too."""
+    def most(self) -> int:
+        """The bytes that it may have in the end, as far as is known: others may fill the disk,
+        too.
+        """
         there, own = os.fstatvfs(self.fd), os.fstat(self.fd)
-        unused = max(0, own.st_blocks * 512 - self.used)  # which the file has already
-        return min(self.free, there.f_bavail * there.f_frsize + unused)
+        return there.f_bavail * there.f_frsize + own.st_blocks * 512
 
-    def reserve(self, head: int, nbytes: int) -> Extent | None:
-        """Reserve room for a value, in one place if there is one that is large enough; None if the
-        capacity is used up.
-        """
-        span = spanned(head, nbytes)
-        if span > self.free:
-            return None
-        whole = self._allocator.allocate(span)
-        runs = [(whole, span)] if whole is not None else self._gather(span)
-        self._written_end = max(self._written_end, *(sum(run) for run in runs))
-        return Extent(tuple(runs), head, nbytes)
+    @property
+    def size(self) -> int:
+        """Where what was ever written ends, unless it was cut since."""
+        return os.fstat(self.fd).st_size
 
-    def reserve_together(self, sizes: Sequence[int]) -> tuple[Extent, list[Extent]] | None:
-        """Reserve one place for small values, which lie there one after the other: all of it, and
-        where each of them lies. None if there is no place that is large enough.
-        """
-        nbytes = sum(sizes)
-        if len(sizes) == 1:
-            extent = self.reserve(0, nbytes)
-            return None if extent is None else (extent, [extent])
-        start = self._allocator.allocate(spanned(0, nbytes))
-        if start is None:
-            return None
-        whole = Extent(((start, spanned(0, nbytes)),), 0, nbytes)
-        self._written_end = max(self._written_end, start + whole.span)
-        parts: list[Extent] = []
-        at = 0
-        for size in sizes:
-            head = at % _PAGE
-            parts.append(Extent(((start + at - head, spanned(head, size)),), head, size))
-            at += size
-        self._share(parts)
-        return whole, parts
-
-    def _share(self, extents: Iterable[Extent]) -> None:
-        """Note the pages of which several of these have parts."""
-        counts = Counter(page for extent in extents for page in _ends(extent))
-        self._shared.update({page: count for page, count in counts.items() if count > 1})
-
-    def _gather(self, span: int) -> list[tuple[int, int]]:
-        """Allocate the largest free ranges that have ``span`` bytes together."""
-        runs: list[tuple[int, int]] = []
-        for _, size in sorted(self._allocator.free_ranges(), key=lambda one: -one[1]):
-            offset = self._allocator.allocate(min(size, span))
-            if offset is not None:
-                runs.append((offset, min(size, span)))
-                span -= runs[-1][1]
-            if not span:
-                break
-        return runs
-
-    def occupy(self, extents: Iterable[Extent]) -> None:
-        """Only these parts of the file of an earlier life are in use."""
-        extents = list(extents)
-        self._shared.clear()
-        self._share(extents)
-        free: list[tuple[int, int]] = []
-        end = 0
-        for offset, size in sorted(run for extent in extents for run in extent.runs):
-            if offset > end:
-                free.append((end, offset - end))
-            end = max(end, offset + size)
-        capacity = self._allocator.capacity
-        if capacity > end:
-            free.append((end, capacity - end))
-        self._allocator = Allocator.with_free(capacity, free, end)
-        self._written_end = max(end, os.fstat(self.fd).st_size)
-
-    def release(self, extent: Extent) -> None:
-        """Let the room of a value be used again, except pages that it shares with others."""
-        kept = [page for page in _ends(extent) if page in self._shared]
-        if not kept:
-            self._allocator.free(extent.runs)
-            return
-        [(start, size)] = extent.runs
-        end = start + size
-        for page in kept:
-            self._shared[page] -= 1
-            if self._shared[page] == 1:  # it is no longer shared
-                del self._shared[page]
-            if page == start:
-                start += _PAGE
-            else:
-                end -= _PAGE
-        if end > start:
-            self._allocator.free([(start, end - start)])
-
-    def take_tail(self) -> tuple[int, int] | None:
-        """Reserve what was written once, but is not in use now, at the end of the file: its offset
-        and size. None if there is nothing.
-        """
-        if self._allocator.used_end >= self._written_end:
-            return None
-        return self._allocator.take_tail()
-
-    def cut(self, tail: tuple[int, int]) -> None:
-        """Return the disk space of a reserved tail to the file system."""
-        os.ftruncate(self.fd, tail[0])
-
-    def return_tail(self, tail: tuple[int, int]) -> None:
-        """Let a tail that was cut be used again."""
-        self._written_end = tail[0]
-        self._allocator.free([tail])
+    def cut(self, start: int) -> None:
+        """Return the disk space from there on to the file system."""
+        os.ftruncate(self.fd, start)
 
     def write(self, memory: MappedSegment, offset: int, extent: Extent) -> list[int]:
         """Write a value from a segment to its extent.
@@ -285,25 +129,26 @@ class SpillFile:
         memory: MappedSegment,
         offset: int,
         extent: Extent,
-        sums: list[int],
-        pieces: slice = slice(None),
+        sums: Sequence[int],
+        first: int = 0,
     ) -> None:
         """Read a value, or some pieces of it, into a segment.
 
         Args:
             memory: the segment.
             offset: where in the segment the value is to begin.
-            sums: what :meth:`write` returned.
-            pieces: which ones to read. Several threads may read different pieces of a value.
+            sums: what :meth:`write` returned; or a part of that, to read only these pieces. Several
+                threads may read different pieces of a value.
+            first: which piece the first of these is.
 
         Raises:
             DamagedError: these are not the bytes that were written.
             OSError: the disk fails.
         """
         if offset % _PAGE != extent.head:
-            self._read_through_buffer(memory.fd, offset, extent, sums, pieces)
+            self._read_through_buffer(memory.fd, offset, extent, sums, first)
             return
-        for (at, nbytes), expected in zip(_pieces(extent)[pieces], sums[pieces], strict=True):
+        for (at, nbytes), expected in zip(_pieces(extent, first, sums), sums, strict=True):
             self._check_stopped()
             with memory.piece(offset - extent.head + at, nbytes) as view:
                 self._read_piece(view, extent, at, nbytes)
@@ -334,11 +179,11 @@ class SpillFile:
                 view[last:tail] = edge[: tail - last]
 
     def _read_through_buffer(
-        self, memory: int, offset: int, extent: Extent, sums: list[int], pieces: slice
+        self, memory: int, offset: int, extent: Extent, sums: Sequence[int], first: int
     ) -> None:
         """Read a value to another position within a page than it had."""
         with mmap.mmap(-1, PIECE) as buffer, memoryview(buffer) as whole:
-            for (at, nbytes), expected in zip(_pieces(extent)[pieces], sums[pieces], strict=True):
+            for (at, nbytes), expected in zip(_pieces(extent, first, sums), sums, strict=True):
                 with whole[:nbytes] as view, _own(view, extent, at, nbytes) as own:
                     self._read(view, extent, at)
                     if checksum(own) != expected:
@@ -420,6 +265,10 @@ class SpillFile:
         """Have reads and writes that are under way fail soon, because the server ends."""
         self._stopped = True
 
+    def go_on(self) -> None:
+        """Nothing is under way that was stopped: read and write again."""
+        self._stopped = False
+
     def _check_stopped(self) -> None:
         if self._stopped:
             raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
@@ -427,14 +276,6 @@ class SpillFile:
     def close(self) -> None:
         """Close the file; the file system frees it."""
         os.close(self.fd)
-
-
-def _ends(extent: Extent) -> tuple[int, ...]:
-    """The pages of which others may have parts, too: the first and the last, if it is small."""
-    if len(extent.runs) > 1 or extent.span > PIECE:
-        return ()
-    [(start, size)] = extent.runs
-    return (start, start + size - _PAGE) if size > _PAGE else (start,)
 
 
 def _adjoining(extents: Sequence[Extent]) -> list[list[int]]:
@@ -456,9 +297,14 @@ def _adjoining(extents: Sequence[Extent]) -> list[list[int]]:
     return groups
 
 
-def _pieces(extent: Extent) -> list[tuple[int, int]]:
-    """Where in its extent the pieces of a value begin, and how long they are: whole pages."""
-    return [(at, min(PIECE, extent.span - at)) for at in range(0, extent.span, PIECE)]
+def _pieces(
+    extent: Extent, first: int = 0, sums: Sequence[int] | None = None
+) -> list[tuple[int, int]]:
+    """Where in its extent the pieces of a value begin, and how long they are: whole pages. From
+    the first of them on, as many as there are ``sums``; None: all.
+    """
+    end = extent.span if sums is None else min(extent.span, (first + len(sums)) * PIECE)
+    return [(at, min(PIECE, extent.span - at)) for at in range(first * PIECE, end, PIECE)]
 
 
 def _own(view: memoryview, extent: Extent, at: int, nbytes: int) -> memoryview:

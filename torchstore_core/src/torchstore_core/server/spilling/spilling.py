@@ -22,7 +22,7 @@ from torchstore_core.server.spilling.policy import Residency, State, Ticket, Tra
 from torchstore_core.wire import messages as m
 
 if TYPE_CHECKING:
-    from torchstore_core.server.spilling.moves import Mover
+    from torchstore_core.server.spilling.moves import Mover, Site
 
 
 # Writing begins when less than the first part of the capacity is free or can be freed at once,
@@ -68,15 +68,19 @@ class Spilling:
         self.default = default or m.PINNED
         self._later = later
         self._mover = mover
-        self._capacity = sum(v.info.capacity_bytes for v in volumes)
         self.active = False
-        self.values = Residency()
+        self.values = Residency(by_volume=mover is not None and mover.by_volume)
         self.room = RoomQueue()
         self.evicted = (0, 0)
         self._last_progress = 0.0
         self._retry_is_due = self._is_timed = False
         if mover is not None:
             mover.begin(self.values, self._moved, self._read_ended, later)
+
+    @property
+    def _capacity(self) -> int:
+        """Bytes of all volumes that are not lost."""
+        return sum([v.info.capacity_bytes for v in self._volumes if not v.lost])
 
     # ---- puts -----------------------------------------------------------------------------
 
@@ -169,15 +173,17 @@ class Spilling:
 
     def _bring_back(self, values: Sequence[Tracked], mover: Mover) -> None:
         nbytes = sum(t.nbytes for t in values)
+        only = {t.value.volume for t in values} if mover.by_volume else None
         while not self._begin_reading(values, mover):
-            if nbytes <= self._capacity and self._make_room(nbytes):
+            if nbytes <= self._capacity and self._make_room(nbytes, only=only):
                 continue
             count = f"{len(values):,} values" if len(values) > 1 else repr(values[0].value.key)
             leased = sum(v.leased for v in self._volumes)
+            left = self._range_left(0, self._volumes)
             error = StoreFullError(
                 f"{count} ({nbytes:,} bytes) cannot be brought back from disk, because memory of "
                 f"{self._capacity:,} bytes has no room: readers hold {leased:,}, and the largest "
-                f"range without values that have to stay has {self._range_left(0):,}. Get fewer "
+                f"range without values that have to stay has {left:,}. Get fewer "
                 "values at once, drop tensors that zero-copy gets returned, or delete keys",
                 key=values[0].key,
                 details={
@@ -200,7 +206,7 @@ class Spilling:
         value = tracked.value
         key = prefix + value.key if prefix or value.box is None else tracked.key
         reason = tracked.failure
-        place = "" if self._mover is None else self._mover.file.directory
+        place = "" if self._mover is None else self._mover.directory
         advice = "Put it again"
         if not tracked.is_damaged:
             tracked.failure = ""  # the next get tries again
@@ -226,21 +232,29 @@ class Spilling:
         """
         return self._make_room(nbytes, keys)
 
-    def _make_room(self, nbytes: int, keys: Collection[str] = ()) -> bool:
+    def _make_room(
+        self, nbytes: int, keys: Collection[str] = (), only: Collection[int] | None = None
+    ) -> bool:
+        """``only``: in these volumes; None: in any. Otherwise see :meth:`make_room`."""
         if len(self.room) and not self.room.retrying:
             raise self.delayed("others were waiting for room in memory before")
-        free = max((v.free for v in self._volumes if not v.lost), default=0)
+
+        def is_there(tracked: Tracked) -> bool:
+            return only is None or tracked.value.volume in only
+
+        there = [v for v in self._volumes if not v.lost and (only is None or v.index in only)]
+        free = max((v.free for v in there), default=0)
         short = nbytes - free if nbytes > free else nbytes
         mover = self._mover
         most = sys.maxsize if mover is None else _MOST_AT_ONCE
-        if clean := self.values.oldest(State.CLEAN, short, most=most):
+        if clean := self.values.oldest(State.CLEAN, short, is_there, most):
             self._drop(clean)
             return self._made_room(len(clean) == most)
-        if found := self._evict(short, keys, most):
+        if found := self._evict(short, keys, most, is_there):
             return self._made_room(found == most)
         if mover is None:
             return False
-        mover.write(short, at_any_price=True)
+        mover.write(short, at_any_price=True, only=only)
         bytes_of = self.values.bytes_of
         unfinished = sum(v.unfinished for v in self._volumes)  # which may leave memory soon
         if bytes_of[State.WRITING]:
@@ -261,7 +275,7 @@ class Spilling:
 
     def _why_full(self, mover: Mover) -> str:
         """What a request waits for that needs memory."""
-        where, bytes_of = repr(mover.file.directory), self.values.bytes_of
+        where, bytes_of = repr(mover.directory), self.values.bytes_of
         waiting = bytes_of[State.WRITING] + bytes_of[State.DIRTY]
         leased = sum(v.leased for v in self._volumes)
         unfinished = sum(v.unfinished for v in self._volumes)
@@ -287,36 +301,51 @@ class Spilling:
             Delayed: it is being tried whether the disk takes more now.
         """
         mover = self._mover
-        if mover is None:
-            return True
-        left = 0 if mover.trouble else mover.file.left
-        if left >= self._capacity:
-            return True
-        largest = self.values.largest_on_disk()
-        if left >= 4 * largest and not mover.trouble:
-            return True
-        if self._range_left(nbytes) >= largest:
+        if mover is None or all(
+            self._leaves_room(number, site, self._served(mover, number), nbytes)
+            for number, site in enumerate(mover.sites)
+        ):
             return True
         mover.write(nbytes)
         if self.values.bytes_of[State.WRITING]:
             raise self.delayed(self._why_full(mover))
         return False
 
-    def _range_left(self, nbytes: int) -> int:
-        """Bytes of the largest range of memory that can be free after a put of so many. What the
-        server has in its own memory takes none of it, but counts towards the capacity.
+    def _served(self, mover: Mover, number: int) -> Sequence[VolumeRecord]:
+        """The volumes to which what one of the spill files has can come back."""
+        return self._volumes[number : number + 1] if mover.by_volume else self._volumes
+
+    def _leaves_room(
+        self, number: int, site: Site, volumes: Sequence[VolumeRecord], nbytes: int
+    ) -> bool:
+        """:meth:`leaves_room` for what one of the spill files has."""
+        if site.lost:
+            return True
+        left = 0 if site.trouble else site.left
+        if left >= sum([volume.info.capacity_bytes for volume in volumes]):
+            return True
+        largest = self.values.largest_on_disk(number)
+        if left >= 4 * largest and not site.trouble:
+            return True
+        return self._range_left(nbytes, volumes) >= largest
+
+    def _range_left(self, nbytes: int, volumes: Sequence[VolumeRecord]) -> int:
+        """Bytes of the largest range of these volumes' memory that can be free after a put of so
+        many. What the server has in its own memory takes none of it, but counts towards the
+        capacity.
         """
-        there = sum(volume.free for volume in self._volumes if not volume.lost) - nbytes
+        alive = {volume.index: volume for volume in volumes if not volume.lost}
+        there = sum(volume.free for volume in alive.values()) - nbytes
         free = [
             (volume.index, offset, size)
-            for volume in self._volumes
-            if not volume.lost
+            for volume in alive.values()
             for offset, size in volume.allocator.free_ranges()
         ]
         for tracked in self.values.disposable():
-            places = tracked.value.places
-            there += tracked.nbytes * max(1, len(places))
-            free += [(volume, at, tracked.nbytes) for volume, at in places]
+            places = [place for place in tracked.value.places if place[0] in alive]
+            if places or tracked.value.volume in alive:
+                there += tracked.nbytes * max(1, len(places))
+                free += [(volume, at, tracked.nbytes) for volume, at in places]
         return max(0, min(there, _left_over(free, nbytes)))
 
     def delayed(self, why: str) -> Delayed:
@@ -386,13 +415,21 @@ class Spilling:
         for volume, freed in ranges.items():
             self._volumes[volume].allocator.free(freed)
 
-    def _evict(self, nbytes: int, keys: Collection[str], most: int) -> int:
+    def _evict(
+        self,
+        nbytes: int,
+        keys: Collection[str],
+        most: int,
+        among: Callable[[Tracked], bool],
+    ) -> int:
         """Evict versions of at most so many values; returns how many values these were."""
         evictions = self._catalog.evictions
         found = self.values.oldest(
             State.CACHED,
             nbytes,
-            lambda t: evictions.can_evict(t.key, t.value, newest_too=t.key not in keys),
+            lambda t: (
+                among(t) and evictions.can_evict(t.key, t.value, newest_too=t.key not in keys)
+            ),
             most,
         )
         self._evict_these(found)
@@ -422,6 +459,24 @@ class Spilling:
 
     # ---- ends -----------------------------------------------------------------------------
 
+    def lose(self, index: int) -> None:
+        """A volume is lost. If it has a spill file of its own, so is what is in that; what the
+        server has in its own memory stays there.
+        """
+        mover = self._mover
+        if mover is None or not mover.by_volume:
+            return
+        mover.lose(index)
+        for tracked in self.values.all():
+            value = tracked.value
+            if value.volume != index or tracked.state is State.CACHED:
+                continue
+            if value.data is None:
+                self.values.remove(value)
+                mover.forget(tracked)
+            elif tracked.state is State.CLEAN:
+                mover.only_in_memory(tracked)
+
     def forget(self, values: Iterable[Value]) -> list[Value]:
         """Nobody holds these values any more. Returns those whose memory is to be freed now."""
         here: list[Value] = []
@@ -448,9 +503,9 @@ class Spilling:
         if mover is None:
             return SpillStatus(evicted=evicted, evicted_bytes=evicted_bytes)
         return SpillStatus(
-            directory=mover.file.directory,
-            capacity_bytes=mover.file.capacity,
-            disk_bytes=mover.file.used,
+            directory=mover.directory,
+            capacity_bytes=mover.capacity,
+            disk_bytes=mover.used,
             spilled=values.count_of[State.ON_DISK],
             spilled_bytes=values.bytes_of[State.ON_DISK],
             clean_bytes=values.bytes_of[State.CLEAN],
@@ -460,8 +515,8 @@ class Spilling:
             evicted=evicted,
             evicted_bytes=evicted_bytes,
             trouble=mover.trouble,
-            file_system=mover.file.file_system,
-            left_bytes=mover.file.left,
+            file_system=mover.file_system,
+            left_bytes=mover.left,
         )
 
     def noted(self, error: StoreFullError) -> StoreFullError:
@@ -469,12 +524,10 @@ class Spilling:
         if self._mover is None:
             return error
         of, mover = self.values.bytes_of, self._mover
-        text = f"{human_bytes(of[State.ON_DISK])} are spilled to {mover.file.directory!r}"
+        text = f"{human_bytes(of[State.ON_DISK])} are spilled to {mover.directory!r}"
         trouble = mover.trouble
-        if not trouble and mover.file.free < self._capacity:
-            trouble = (
-                f"{human_bytes(mover.file.free)} of {human_bytes(mover.file.capacity)} are left"
-            )
+        if not trouble and mover.free < self._capacity:
+            trouble = f"{human_bytes(mover.free)} of {human_bytes(mover.capacity)} are left"
         if trouble:
             text += f", and no more can be: {trouble}"
         else:

@@ -1,8 +1,8 @@
 """Messages about copies that the store makes by itself: repairs, and volumes that are drained.
 
 A *copier* is a process beside a volume that moves the bytes. It is a client: what it reads is
-leased by its session, what it writes is an unfinished put of its session. :mod:`.messages`
-re-exports all of them.
+leased by its session, what it writes is an unfinished put of its session.
+:mod:`torchstore_core.wire.messages` re-exports all of them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Messages about the memory of volumes: to and from volumes in other processes, and to clients.
 
-:mod:`.messages` re-exports all of them.
+:mod:`torchstore_core.wire.messages` re-exports all of them.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchstore_core.wire.facts import Message, VolumeInfo
+from torchstore_core.wire.volumes.spilling import SpillPlace
 
 
 class Attach(Message, frozen=True, tag="attach"):
@@ -15,18 +16,21 @@ class Attach(Message, frozen=True, tag="attach"):
     :class:`Attached`.
 
     After it, the server may send :class:`Prefault`, :class:`Trim`, :class:`MayGrow`,
-    :class:`WatchProcess`, :class:`PeerHandshake` and :class:`PeerGone`, and the volume
-    :class:`Warm`, :class:`Grown`, :class:`ProcessDied` and :class:`PeerReply`.
+    :class:`WatchProcess`, :class:`PeerHandshake`, :class:`PeerGone` and orders for its spill file,
+    and the volume :class:`Warm`, :class:`Grown`, :class:`ProcessDied`, :class:`PeerReply` and
+    ``SpillDone``.
 
     Args:
         usable: how far its memory may be written to, as in :class:`Grown`; None: the volume does
             not answer :class:`MayGrow`.
+        spill: its spill file; None: it has none.
     """
 
     id: int
     protocol: int
     info: VolumeInfo
     usable: int | None = None
+    spill: SpillPlace | None = None
 
 
 class Attached(Message, frozen=True, tag="attached"):

@@ -1,0 +1,161 @@
+"""Spill files of volumes in other processes: both ends of the line.
+
+Each volume has a file of its own, on its host, and the threads that move values between this file
+and its segment. The server orders what they do, over the volume's connection. The file outlives the
+server with the volume; what is under way then ends before the volume attaches again, so that
+nothing is written where the next life of the server has put something else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+from collections.abc import Callable
+
+import msgspec
+
+from torchstore_core.server.memory.segment import call_from_thread
+from torchstore_core.server.spilling.spill_file import SpillFile
+from torchstore_core.server.spilling.threads import SpillThreads
+from torchstore_core.wire import messages as m
+
+
+class AttachedFile:
+    """The server's view of the file of a volume in another process, see ``moves.HasFile``.
+
+    Attributes:
+        capacity: the most bytes that it may have.
+        file_system: its type; empty if it is not known.
+        most: how large it may become, as the volume has said the last time.
+        is_filled: whether anything was moved since the segment has left the page tables.
+    """
+
+    def __init__(self, place: m.SpillPlace) -> None:
+        self.file_system = place.file_system
+        self.most = place.most
+        self.is_filled = False
+        self.capacity = place.capacity
+        self._send: Callable[[m.Message], None] | None = None
+        self._waiting: list[m.SpillOrder] = []  # until it is connected
+        self._ids = itertools.count(1)
+        self._pending: dict[int, Callable[[m.SpillDone], None]] = {}
+        self._lost = ""
+
+    @property
+    def size(self) -> int:
+        """Where what was ever written ends: that may be anywhere."""
+        return self.capacity
+
+    def submit(
+        self,
+        order: m.SpillOrder,
+        done: Callable[[m.SpillDone], None],
+        wanted: Callable[[int], bool],
+    ) -> None:
+        """Have the volume carry out an order, see ``SpillThreads.submit``."""
+        if self._lost:
+            asyncio.get_running_loop().call_soon(done, self._failure())
+            return
+        number = next(self._ids)
+        self._pending[number] = done
+        order = msgspec.structs.replace(order, id=number)
+        self.is_filled = not isinstance(order, m.CutSpill)
+        if self._send is None:
+            self._waiting.append(order)
+        else:
+            self._send(order)
+
+    def hurry(self) -> None:
+        """Somebody waits for what is being written."""
+        if self._send is not None and self._pending:
+            self._send(m.HurrySpill())
+
+    def connected(self, send: Callable[[m.Message], None]) -> None:
+        """The volume is there (again)."""
+        self._send = send
+        waiting, self._waiting = self._waiting, []
+        for order in waiting:
+            send(order)
+
+    def done(self, message: m.SpillDone) -> None:
+        """The volume has carried out an order."""
+        self.most = message.most
+        done = self._pending.pop(message.id, None)
+        if done is not None:
+            done(message)
+
+    def lost(self, why: str) -> None:
+        """Fail all orders, present and future, because the volume is gone."""
+        self._lost = why or "it is gone"
+        pending, self._pending = self._pending, {}
+        for done in pending.values():
+            done(self._failure())
+
+    def close(self) -> None:
+        """Give no more orders. The file ends with the volume."""
+        self._pending.clear()
+        self._send = None
+
+    def _failure(self) -> m.SpillDone:
+        return m.SpillDone(0, failed=m.SpillTrouble(f"its volume is gone: {self._lost}"))
+
+
+class VolumeFile:
+    """The file of a volume, in the volume's process; belongs to its event loop.
+
+    Args:
+        directory: where to make it.
+        capacity: the most bytes that it may have; None: an equal part of what is free on the disk.
+        sharing: how many volumes share that.
+        memory: the descriptor of the volume's segment.
+
+    Raises:
+        ConfigurationError: no file can be made there.
+    """
+
+    def __init__(self, directory: str, capacity: int | None, sharing: int, memory: int) -> None:
+        self._file = SpillFile(directory, capacity)
+        if capacity is None:
+            self._file.capacity //= sharing
+        soon = functools.partial(call_from_thread, asyncio.get_running_loop())
+        self._threads = SpillThreads(self._file, [memory], soon)
+        self._open = 0  # orders that have not ended
+        self._quiet = asyncio.Event()
+        self._closed = False
+
+    @property
+    def place(self) -> m.SpillPlace:
+        """What the server has to know of it."""
+        return m.SpillPlace(self._file.capacity, self._file.most, self._file.file_system)
+
+    def order(self, order: m.SpillOrder, answer: Callable[[m.SpillDone], None]) -> None:
+        """Carry out an order, and answer it."""
+
+        def done(message: m.SpillDone) -> None:
+            self._open -= 1
+            if not self._open:
+                self._quiet.set()
+            if not self._closed:
+                answer(msgspec.structs.replace(message, most=self._file.most))
+
+        self._open += 1
+        self._threads.submit(order, done)
+
+    def hurry(self) -> None:
+        """Somebody waits for what is being written."""
+        self._threads.hurry()
+
+    async def drop(self) -> None:
+        """Carry out nothing more of what was ordered, and return when nothing is under way."""
+        self._threads.stop()
+        while self._open:
+            self._quiet.clear()
+            await self._quiet.wait()
+        self._threads.go_on()
+
+    def close(self) -> None:
+        """End the threads, and give the disk space back. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._threads.close()

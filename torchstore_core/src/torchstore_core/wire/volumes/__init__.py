@@ -1,0 +1,1 @@
+"""Messages about volumes, to and from their processes: memory, copies, and what they spill."""
