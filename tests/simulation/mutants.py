@@ -303,7 +303,7 @@ def _uses_pages_again(patch: pytest.MonkeyPatch) -> None:
 
 def _forgets_the_disk(patch: pytest.MonkeyPatch) -> None:
     """What is on disk when the server is killed may be overwritten."""
-    patch.setattr(SpillSpace, "occupy", lambda self, extents, size: None)
+    patch.setattr(SpillSpace, "occupy", lambda self, extents, file_size: None)
 
 
 def _forgets_what_was_read(patch: pytest.MonkeyPatch) -> None:

@@ -143,6 +143,20 @@ def test_room_in_several_places_is_room(memory: MappedSegment, tmp_path: Path) -
         file.close()
 
 
+def test_the_end_of_the_file_of_an_earlier_life_is_cut_off() -> None:
+    """However large what is in use of it is."""
+    space = SpillSpace(1 << 20)
+    first = space.reserve(0, 4096)
+    assert first is not None
+    later = SpillSpace(1 << 20)
+    later.occupy([first], 64 << 10)
+    tail = later.take_tail()
+    assert tail is not None
+    assert tail[0] == 4096
+    later.return_tail(tail)
+    assert later.take_tail() is None
+
+
 def test_every_byte_counts(memory: MappedSegment, file: SpillFile) -> None:
     os.pwrite(memory.fd, bytes(20_000), 64)
     extent = SpillSpace(file.capacity).reserve(64, 20_000)

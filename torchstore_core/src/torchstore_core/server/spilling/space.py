@@ -87,8 +87,8 @@ class SpillSpace:
                 break
         return runs
 
-    def occupy(self, extents: Iterable[Extent], size: int) -> None:
-        """Only these parts of the file of an earlier life are in use; it has ``size`` bytes."""
+    def occupy(self, extents: Iterable[Extent], file_size: int) -> None:
+        """Only these parts of the file of an earlier life are in use; it has so many bytes."""
         extents = list(extents)
         self._shared.clear()
         self._share(extents)
@@ -102,7 +102,7 @@ class SpillSpace:
         if capacity > end:
             free.append((end, capacity - end))
         self._allocator = Allocator.with_free(capacity, free, end)
-        self._written_end = max(end, size)
+        self._written_end = max(end, file_size)
 
     def release(self, extent: Extent) -> None:
         """Let the room of a value be used again, except pages that it shares with others."""
