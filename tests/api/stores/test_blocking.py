@@ -361,7 +361,7 @@ def test_what_comes_too_late_at_the_exit_is_told_so() -> None:
         atexit.register(use)
         """
     )
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=200)
     assert not err
     early, late = out.splitlines()
     assert early == "[]"

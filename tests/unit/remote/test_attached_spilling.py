@@ -105,7 +105,10 @@ async def test_a_disk_of_a_volume_that_is_full(
                 error = full
         assert error.details["spill"] == os.strerror(errno.EFBIG)
         assert (await client.status()).spill.trouble == os.strerror(errno.EFBIG)
-        assert 16 < count < 32  # what is on disk can still come back
+        assert 16 < count <= 32  # what is on disk can still come back
+        if count == 32:  # if it is known in time that the disk is full, which the next write says
+            count -= 1
+            await client.delete(f"k{count}")
         for at in range(count):
             assert torch.equal(await client.get(f"k{at}"), noise(4 * MB, at))
 

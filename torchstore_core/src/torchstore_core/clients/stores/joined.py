@@ -88,7 +88,14 @@ class JoinedStore:
     def session_here(self) -> Session | None:
         """The session of this process, if it is open."""
         session = self._session
-        return session if session is not None and session.usable else None
+        if session is None or not session.usable or self._is_exiting:
+            return None
+        return session
+
+    @property
+    def _is_exiting(self) -> bool:
+        """Whether this process ends the store, because it exits. Its session may not know yet."""
+        return self.runtime is not None and self.runtime.exiting
 
     async def session(self, timeout: float | None) -> Session:
         """The session of this process, opened when there is none.
@@ -104,7 +111,7 @@ class JoinedStore:
         try:
             made = await Session.open(where, self.policy, timeout, self.ranks, self._what_to_do())
         except StoreClosedError as error:
-            if self.runtime is not None and self.runtime.exiting:
+            if self._is_exiting:
                 raise StoreClosedError(
                     f"store {self.store_name!r} has ended with this process, which started it and "
                     "is exiting. What uses it at the exit must be registered (`atexit.register`) "
