@@ -247,6 +247,16 @@ class World:
         else:
             self.lose_the_controller(anew=chance.random() < 0.4)
 
+    def live(self) -> None:
+        """Take steps until everything has happened: restarts, values on disk, and while some were
+        being read.
+        """
+        steps = 0  # how much happens in so many depends on how fast the threads are
+        while steps < 600 or self.restarts <= 10 or self.away <= 3 or not self.reading:
+            self.step()
+            steps += 1
+            assert steps < 10_000
+
     def finish(self) -> None:
         """Read everything, delete it; nothing is left in memory or on disk."""
         self.controller.release(self.session, self.leased, [])
@@ -309,11 +319,7 @@ def test_what_is_on_disk_is_there_again(tmp_path: Path, seed: int, disk: int) ->
     with volumes(CAPACITY) as records:
         world = World(tmp_path, records, seed, disk)
         try:
-            steps = 0  # how much happens in so many depends on how fast the threads are
-            while steps < 600 or world.restarts <= 10 or world.away <= 3 or not world.reading:
-                world.step()
-                steps += 1
-                assert steps < 10_000
+            world.live()
             world.finish()
         finally:
             world.close()

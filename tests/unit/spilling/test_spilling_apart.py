@@ -130,11 +130,7 @@ def test_what_is_on_the_disks_of_volumes_is_there_again(
     with volumes(CAPACITY, CAPACITY) as records:
         world = Apart(tmp_path, records, seed, disk)
         try:
-            steps = 0
-            while steps < 600 or world.restarts <= 10 or world.away <= 3 or not world.reading:
-                world.step()
-                steps += 1
-                assert steps < 10_000
+            world.live()
             world.finish()
         finally:
             world.close()
