@@ -478,7 +478,8 @@ async def test_thousands_of_tensors_take_no_descriptors() -> None:
         await client.put_state_dict(values, "model", when_full="evictable")
         mapped.append(await client.get_state_dict("model"))
         assert (await client.status()).volumes[0].leased_bytes > 200 << 20
-        assert (fds(), fds(server)) <= before
+        # What is open for a moment, such as what the server has just read, may be in either count.
+        await until(lambda: fds() <= before[0] and fds(server) <= before[1])
         for got in mapped[1:]:
             assert all(torch.equal(tensor, values[key]) for key, tensor in got.items())
 
