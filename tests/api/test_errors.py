@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import pathlib
 import pickle
 
 import pytest
@@ -131,3 +133,25 @@ async def test_an_error_object_is_a_value_like_others(shared):
     error = await ts.get("error")
     assert type(error) is ts.KeyNotFoundError
     assert error.key == "gone"
+
+
+@pytest.mark.parametrize(
+    ("call", "advice"),
+    [
+        (
+            lambda c, k: c.put(k, asyncio.Future()),
+            "; await it, and put what that gives",
+        ),
+        (lambda c, k: c.put(k, (i for i in range(3))), "; put a list of what it yields"),
+        (lambda c, k: c.get([k]), "; for several keys there are get_batch,"),
+        (lambda c, k: c.put_state_dict(k, {"w": 1}), "is the first argument of put_state_dict"),
+        (lambda c, k: c.put_state_dict(torch.nn.Linear(1, 1), k), "; give its state_dict()"),
+        (lambda c, k: c.get_state_dict(k, torch.nn.Linear(1, 1)), "; give its state_dict()"),
+        (lambda c, k: c.put_state_dict(iter([("w", 1)]), k), r"; give dict\(\) of it"),
+        (lambda c, k: c.put(pathlib.Path(k), 1), r"not PosixPath; str\(\) makes one of a path"),
+    ],
+)
+async def test_likely_mistakes_are_told_what_to_do_instead(shared, k, call, advice):
+    await shared.put_state_dict({"w": 1}, k)
+    with pytest.raises(ts.UnsupportedValueError, match=advice):
+        await call(shared, k)

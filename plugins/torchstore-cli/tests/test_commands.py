@@ -41,14 +41,18 @@ def _torchstore(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]
     )
 
 
+def _distribution(site: Path, name: str, entry_points: str) -> None:
+    info = site / f"{name.replace('-', '_')}-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(entry_points)
+
+
 def test_another_package_brings_commands_and_a_broken_one_breaks_none_but_its_own(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "commands_of_a_test.py").write_text(_MODULE)
-    info = tmp_path / "commands_of_a_test-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: commands-of-a-test\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(_POINTS)
+    _distribution(tmp_path, "commands-of-a-test", _POINTS)
     greeted = _torchstore(tmp_path, "--json", "greet")
     assert (greeted.returncode, greeted.stdout) == (3, "hello in JSON\n")
     failed = _torchstore(tmp_path, "greet", "--fail")
@@ -68,3 +72,13 @@ def test_another_package_brings_commands_and_a_broken_one_breaks_none_but_its_ow
         assert f"the command {name!r} of another package does not load" in broken.stderr
     assert "Say hello" not in _torchstore(tmp_path, "status", "--help").stdout
     assert _torchstore(tmp_path, "nothing").returncode == 2
+
+
+def test_a_command_that_two_packages_bring_is_neither_of_them(tmp_path: Path) -> None:
+    """It was one of the two, whichever was found first."""
+    (tmp_path / "commands_of_a_test.py").write_text(_MODULE)
+    for name in ("first-package", "second-package"):
+        _distribution(tmp_path, name, "[torchstore.commands]\ngreet = commands_of_a_test:greet\n")
+    refused = _torchstore(tmp_path, "greet")
+    assert refused.returncode == 1
+    assert "first-package and second-package each have one of that name" in refused.stderr

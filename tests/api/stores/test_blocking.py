@@ -377,3 +377,23 @@ def test_a_small_put_costs_little_more_than_an_awaited_one(bare: blocking.Client
     for _ in range(100):
         blocking.put("k", value)
     assert threading.active_count() <= before
+
+
+def test_a_call_that_asyncio_does_not_run_says_so(bare: blocking.Client) -> None:
+    """Under trio, say: it was a RuntimeError about an event loop, and in ``stores`` trio's own."""
+    calls = [
+        ts.put("k", 1),
+        ts.get("k"),
+        ts.get_state_dict("k"),
+        ts.wait("k"),
+        ts.keys(),
+        ts.stores(),
+        ts.connect(bare.address, store_name="another"),
+        ts.initialize(store_name="another"),
+        ts.connect_or_initialize(store_name="another"),
+        ts.shutdown("another"),
+    ]
+    for call in calls:
+        with pytest.raises(ts.ConfigurationError, match="needs an asyncio event loop"):
+            call.send(None)
+    assert bare.keys() == []

@@ -23,9 +23,9 @@ from torchstore_core.contracts.observer import Operation
 from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.contracts.transport import TransportSpec
 from torchstore_core.errors import ConfigurationError, PluginError
-from torchstore_core.plugins.installed import GROUPS
+from torchstore_core.plugins.installed import GROUPS, installed
 from torchstore_core.plugins.ranking import Policy
-from torchstore_core.plugins.registry import Registry, load_class
+from torchstore_core.plugins.registry import OWN_NAMES, Registry, load_class
 
 TRANSPORTS, STRATEGIES, RUNTIMES, OBSERVERS = GROUPS
 
@@ -282,23 +282,125 @@ def test_one_broken_plug_in_does_not_spoil_the_check_of_the_next(site: Site) -> 
     assert [spec.name for spec in registry.transports()] == ["b_good", "c_good"]
 
 
-@pytest.mark.parametrize("group", [TRANSPORTS, RUNTIMES])
+@pytest.mark.parametrize("group", [TRANSPORTS, STRATEGIES, RUNTIMES])
 def test_two_distributions_that_claim_one_name_are_both_named(site: Site, group: str) -> None:
-    source = TRANSPORT if group == TRANSPORTS else RUNTIME
+    """To whoever asks for it. All others go on without it; they were stopped by this error."""
+    source = {TRANSPORTS: TRANSPORT, STRATEGIES: STRATEGY, RUNTIMES: RUNTIME}[group]
     site.install("first-package", group, taken=source, fine=source)
     site.install("second-package", group, taken=source)
     registry = site.registry()
     assert registry.source(group, "taken") == "first-package, second-package"
-    for ask in (lambda: registry.load(group, "taken"), lambda: all_of(registry, group)):
-        with pytest.raises(PluginError, match="first-package and second-package") as caught:
-            ask()
-        assert "'taken'" in caught.value.message
-        assert "block=['taken'], or TORCHSTORE_BLOCK=taken" in caught.value.message
-    assert registry.load(group, "fine").name == "fine"
+    with pytest.raises(PluginError, match="first-package and second-package") as caught:
+        registry.load(group, "taken")
+    assert "'taken'" in caught.value.message
+    assert "block=['taken'], or TORCHSTORE_BLOCK=taken" in caught.value.message
+    assert registry.clashes() == [caught.value.message]
+    assert registry.left_out(group) == {"taken": caught.value.message}
+    if group == STRATEGIES:
+        assert registry.strategy("fine").__struct_config__.tag == "fine"
+    else:
+        assert [spec.name for spec in all_of(registry, group)] == ["fine"]
     # Neither was imported: who knows which one the user meant.
     assert not any(module.endswith("_taken") for module in site.imported())
     # The user can decide.
-    assert [s.name for s in all_of(site.registry(block=("taken",)), group)] == ["fine"]
+    assert site.registry(block=("taken",)).names(group) == ["fine"]
+    assert site.registry(block=("taken",)).clashes() == []
+
+
+async def test_a_store_goes_on_without_names_that_are_claimed_twice(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It did not start, whoever had installed the two packages. Now it says what it does without:
+    once in a process, and whenever it is asked.
+    """
+    for package in ("first-package", "second-package"):
+        site.install(f"{package}-a", TRANSPORTS, taken=TRANSPORT, shm=TRANSPORT)
+        site.install(f"{package}-b", STRATEGIES, singleton=STRATEGY)
+        site.install(f"{package}-c", RUNTIMES, local=RUNTIME, grid=RUNTIME)
+    for name in ("one", "two"):
+        await ts.initialize(capacity=1 << 20, prefault=0, store_name=name)
+        await ts.put("w", 1, store_name=name)
+        assert await ts.get("w", store_name=name) == 1
+        (link,) = await ts.explain(1 << 20, store_name=name)
+        assert link["chosen"] == "shm"
+        assert "first-package-a and second-package-a" in link["refusals"]["taken"]
+        assert "a name of torchstore-transports" in link["refusals"]["shm (first-package-a)"]
+        left_out = (await ts.status(store_name=name)).plugin_errors
+        assert "first-package-a and second-package-a" in left_out[f"{TRANSPORTS}:taken"]
+        await ts.shutdown(store_name=name)
+    said = [r.getMessage() for r in caplog.records if "package" in r.getMessage()]
+    assert sorted(said) == sorted(Registry().clashes())
+
+
+@pytest.mark.parametrize(
+    "asked", [{"prefer": ["taken"]}, {"strategy": ts.SpreadStrategy(transport="taken")}, {}]
+)
+async def test_a_transport_that_two_distributions_claim_can_be_asked_for_in_no_way(
+    site: Site, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
+) -> None:
+    """What prefers or forces it says so at once, and not when the first bytes are to move."""
+    for package in ("first-package", "second-package"):
+        site.install(package, TRANSPORTS, taken=TRANSPORT)
+    if not asked:
+        monkeypatch.setenv("TORCHSTORE_TRANSPORT", "taken")
+    with pytest.raises(PluginError, match="claimed by first-package and second-package"):
+        await ts.initialize(capacity=1 << 20, prefault=0, **asked)
+
+
+def test_a_name_of_the_stores_own_packages_stays_with_them(site: Site) -> None:
+    """No stranger can take shared memory, or the runtime, from a store by its name."""
+    own = {TRANSPORTS: "shm", STRATEGIES: "singleton", RUNTIMES: "local"}
+    for group, source in zip(own, (TRANSPORT, STRATEGY, RUNTIME), strict=True):
+        site.install(f"stranger-of-{group.partition('.')[2]}", group, **{own[group]: source})
+    registry = Registry()
+    packages = ("torchstore-transports", "torchstore-strategies", "torchstore-core")
+    for (group, name), package in zip(own.items(), packages, strict=True):
+        assert registry.source(group, name) == package
+        assert name in [getattr(registry.load(group, name), "name", name)]
+        stranger = f"stranger-of-{group.partition('.')[2]}"
+        named = f"{name} ({stranger})"
+        assert named in registry.names(group)
+        with pytest.raises(PluginError, match=f"of {stranger} is not used.*{package}"):
+            registry.load(group, named)
+        registry.check_installed("setting", [name], [group])
+        with pytest.raises(ConfigurationError):
+            registry.check_installed("setting", [named], [group])
+        assert not {name, named} & {*Registry(block=[name]).names(group)}
+    assert len(registry.clashes()) == len(own)
+    assert site.imported() == set()
+
+
+def test_the_stores_own_names_are_those_of_its_packages() -> None:
+    """What strangers cannot take is what the packages of this repository register, all of it."""
+    found = {
+        (plugin.group, plugin.name): plugin.distribution
+        for plugin in installed()
+        if plugin.distribution in OWN_NAMES.values()
+    }
+    assert found == OWN_NAMES
+
+
+def test_observers_of_one_name_are_both_told(site: Site) -> None:
+    """Nobody asks for them by name, so none is in the way of another."""
+    source = """
+    seen = []
+
+    @hookimpl
+    def torchstore_operation(operation):
+        seen.append(operation.name)
+    """
+    for package in ("first-package", "second-package"):
+        site.install(package, OBSERVERS, metrics=source)
+    registry = site.registry()
+    for observer in registry.observers().values():
+        observer(operation=Operation("put", "s", 1, 2, "shm", 0.1, {}))
+    modules = [f"site_{package}_package_metrics" for package in ("first", "second")]
+    assert [sys.modules[module].seen for module in modules] == [["put"], ["put"]]
+    assert registry.clashes() == []
+    assert site.registry(block=("metrics",)).observers() == {}
+    (left,) = site.registry(block=("metrics (first-package)",)).observers()
+    assert left == "metrics (second-package)"
+    Registry().check_installed("block=", ["metrics", "metrics (first-package)"])
 
 
 def test_a_module_that_imports_torch_is_named(site: Site) -> None:

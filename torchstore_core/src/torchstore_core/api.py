@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 from torchstore_core.clients.calls.arguments import check_timeout
 from torchstore_core.clients.calls.reference_operations import R
 from torchstore_core.clients.client import Client
+from torchstore_core.clients.session.handshake import running_loop
 from torchstore_core.clients.session.held_ref import HeldRef
 from torchstore_core.clients.stores import environment, lookup, starting, table
 from torchstore_core.clients.stores.environment import DEFAULT_NAME
@@ -410,8 +411,9 @@ async def shutdown(
     ``timeout`` seconds is killed.
 
     Raises:
-        ConfigurationError: the timeout or the name is invalid.
+        ConfigurationError: the timeout or the name is invalid, or no event loop runs the call.
     """
+    running_loop()
     limit = check_timeout(timeout)
     limit = _STOP_TIMEOUT_S if limit is None else limit
     store = table.remove(store_name)

@@ -103,9 +103,13 @@ class _Commands(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         mine = super().get_command(ctx, cmd_name)
-        found = None if mine else next(iter(entry_points(group=_COMMANDS, name=cmd_name)), None)
-        if found is None:
+        points = () if mine else tuple(entry_points(group=_COMMANDS, name=cmd_name))
+        if not points:
             return mine
+        found, *others = points
+        if others:
+            who = " and ".join(sorted(str(point.dist and point.dist.name) for point in points))
+            return _broken(cmd_name, f"{who} each have one of that name; uninstall one of them")
         try:
             command = found.load()
         except Exception as error:  # noqa: BLE001 - a broken package breaks its command only

@@ -48,6 +48,7 @@ class Policy(msgspec.Struct, frozen=True):
         Raises:
             ConfigurationError: an argument is not a list of names, or no installed package
                 provides a plug-in of that name.
+            PluginError: several distributions claim a transport that is asked for.
         """
         made = cls.unchecked(prefer, block)
         if made.prefer or made.block or made.choice:
@@ -78,10 +79,10 @@ class Policy(msgspec.Struct, frozen=True):
 
         Raises:
             ConfigurationError: lists the names that are not installed, and those that are.
+            PluginError: several distributions claim a transport that is asked for.
         """
-        transports = ["torchstore.transports"]
-        registry.check_installed("prefer= or TORCHSTORE_PREFER", self.prefer, transports)
-        registry.check_installed(_CHOICE, [self.choice] if self.choice else [], transports)
+        registry.check_transports("prefer= or TORCHSTORE_PREFER", self.prefer)
+        registry.check_transports(_CHOICE, [self.choice] if self.choice else [])
         registry.check_installed("block= or TORCHSTORE_BLOCK", self.block)
 
     def with_transport(self, transport: str | tuple[str, ...] | None) -> Policy:

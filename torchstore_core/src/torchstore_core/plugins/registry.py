@@ -1,7 +1,9 @@
 """Loads installed plug-ins by name; a broken one harms no other.
 
 The error of a plug-in that fails to load is recorded, and raised only when the plug-in is asked for
-by name. If two distributions claim one name, the error names both.
+by name. The same goes for a name that two distributions claim, of which neither is used. A name of
+the store's own packages stays with its package, whoever else claims it; and names of observers,
+which nobody asks for, may be the same.
 """
 
 from __future__ import annotations
@@ -38,14 +40,67 @@ log = logging.getLogger(__name__)
 _HEAVY = "torch"
 _PACKAGE_PART = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*\Z")
 
-_PACKAGES = {
-    ("torchstore.transports", "shm"): "torchstore-transports",
-    ("torchstore.transports", "inline"): "torchstore-transports",
-    **{
-        ("torchstore.strategies", name): "torchstore-strategies"
-        for name in ("singleton", "local-rank", "host", "hash", "spread", "replicated")
+_TRANSPORTS, _STRATEGIES = "torchstore.transports", "torchstore.strategies"
+_OWN: dict[str, dict[str, tuple[str, ...]]] = {
+    _TRANSPORTS: {
+        "torchstore-transports": ("shm", "inline", "tcp"),
+        "torchstore-gloo": ("gloo",),
+        "torchstore-inprocess": ("inprocess",),
+        "torchstore-monarch": ("monarch-rdma", "monarch-rpc"),
+        "torchstore-rdma": ("rdma",),
+        "torchstore-torchcomms": ("torchcomms", "torchcomms-rdma"),
+    },
+    _STRATEGIES: {
+        "torchstore-strategies": (
+            "singleton",
+            "local-rank",
+            "host",
+            "hash",
+            "spread",
+            "replicated",
+        ),
+    },
+    RUNTIMES: {
+        "torchstore-core": ("local",),
+        "torchstore-monarch": ("monarch",),
+        "torchstore-spmd": ("spmd",),
     },
 }
+#: The store's own plug-ins, by group and name, and the package of each: for advice, and because a
+#: stranger that claims such a name does not get it.
+OWN_NAMES = {
+    (group, name): package
+    for group, packages in _OWN.items()
+    for package, names in packages.items()
+    for name in names
+}
+
+
+def _normal(distribution: str) -> str:
+    """Return the name of a distribution in the form in which names are compared.
+
+    >>> _normal("Torchstore_Core")
+    'torchstore-core'
+    """
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+def _told_apart(
+    group: str, named: dict[str, list[InstalledPlugin]]
+) -> dict[str, list[InstalledPlugin]]:
+    """Give claimants that are not in each other's way names of their own, like ``tcp (package)``:
+    all observers of one name, and strangers that claim a name of the store's own packages.
+    """
+    apart: dict[str, list[InstalledPlugin]] = {}
+    for name, entries in named.items():
+        owner = OWN_NAMES.get((group, name))
+        is_owned = any(_normal(entry.distribution) == owner for entry in entries)
+        for entry in entries:
+            is_stranger = is_owned and _normal(entry.distribution) != owner
+            is_apart = len(entries) > 1 and (is_stranger or group == OBSERVERS)
+            key = f"{name} ({entry.distribution})" if is_apart else name
+            apart.setdefault(key, []).append(entry)
+    return apart
 
 
 def load_class(path: str) -> Any:
@@ -109,6 +164,7 @@ class Registry:
             # One distribution found twice (editable and built metadata) is no conflict.
             if all(entry.identity != other.identity for other in same):
                 same.append(entry)
+        self._entries = {g: _told_apart(g, named) for g, named in self._entries.items()}
         self._manager = pluggy.PluginManager(hooks.PROJECT)
         self._manager.add_hookspecs(hooks.HookSpecs)
         self._results: dict[tuple[str, str], Any] = {}
@@ -116,7 +172,8 @@ class Registry:
 
     def names(self, group: str) -> list[str]:
         """Return all names of a group that are not blocked, loadable or not, sorted."""
-        return sorted(set(self._entries[group]) - self.block)
+        entries = self._entries[group].items()
+        return sorted(name for name, (one, *_) in entries if not self.block & {name, one.name})
 
     def errors(self) -> dict[str, str]:
         """Return the error of each plug-in that has failed to load so far, by ``"group:name"``."""
@@ -128,7 +185,8 @@ class Registry:
 
     def left_out(self, group: str) -> dict[str, str]:
         """Return the names of a group that are blocked or have failed to load, and why."""
-        blocked = {n: "blocked by configuration" for n in self._entries[group] if n in self.block}
+        left = set(self._entries[group]) - set(self.names(group))
+        blocked = dict.fromkeys(left, "blocked by configuration")
         broken = {n: str(e) for (g, n), e in self._errors.items() if g == group}
         return {**broken, **blocked}
 
@@ -144,11 +202,12 @@ class Registry:
         Raises:
             ConfigurationError: lists the names that are not installed, and those that are.
         """
-        known = {name for group in groups for name in self._entries[group]}
+        known = {entries[0].name for g in groups for entries in self._entries[g].values()}
+        known |= {*self._entries[OBSERVERS]} if OBSERVERS in groups else set()
         unknown = [name for name in names if name not in known]
         if not unknown:
             return
-        packages = [_PACKAGES[g, n] for g in groups for n in unknown if (g, n) in _PACKAGES]
+        packages = [OWN_NAMES[g, n] for g in groups for n in unknown if (g, n) in OWN_NAMES]
         near = _near(unknown, known)
         advice = "install its package"
         if packages:
@@ -184,24 +243,20 @@ class Registry:
 
     def _load(self, group: str, name: str) -> Any:
         kind = _kind(group)
-        if name in self.block:
-            raise PluginError(f"{kind} {name!r} is blocked by configuration")
         entries = self._entries[group].get(name, [])
+        if self.block & {name, *(entry.name for entry in entries)}:
+            raise PluginError(f"{kind} {name!r} is blocked by configuration")
         if not entries:
             known = ", ".join(self.names(group)) or "none"
             near = _near([name], self.names(group))
-            package = _PACKAGES.get((group, name))
+            package = OWN_NAMES.get((group, name))
             if package is None and group == RUNTIMES and not near and _PACKAGE_PART.match(name):
                 package = f"torchstore-{name}"  # packages of runtimes are named like this
             hint = near + "?" if near else "is its package installed here?"
             hint = f"pip install {package}" if package else hint
             raise PluginError(f"no {kind} is called {name!r} (installed: {known}); {hint}")
-        if len(entries) > 1:
-            who = " and ".join(sorted(e.distribution for e in entries))
-            raise PluginError(
-                f"{kind} {name!r} is claimed by {who}; uninstall one of them, or "
-                f"block the name: block=[{name!r}], or TORCHSTORE_BLOCK={name}"
-            )
+        if clash := self.clash(group, name):
+            raise PluginError(clash)
         entry = entries[0]
         origin = f"{kind} {name!r} (from {entry.distribution})"
         was_light = _HEAVY not in sys.modules
@@ -219,6 +274,44 @@ class Registry:
                 _HEAVY,
             )
         return self._call(group, name, plugin, origin)
+
+    def check_transports(self, what: str, names: Sequence[str]) -> None:
+        """Check that every name is that of one installed transport, even a broken or blocked one.
+
+        Args:
+            what: the setting that contains the names, for the error message.
+
+        Raises:
+            ConfigurationError: lists the names that are not installed, and those that are.
+            PluginError: several distributions claim a name.
+        """
+        self.check_installed(what, names, [_TRANSPORTS])
+        for name in names:
+            if clash := self.clash(_TRANSPORTS, name):
+                raise PluginError(f"{what}: {clash}")
+
+    def clashes(self) -> list[str]:
+        """Return what there is to say of names that several distributions claim."""
+        everything = ((group, name) for group in GROUPS for name in self.names(group))
+        return [clash for group, name in everything if (clash := self.clash(group, name))]
+
+    def clash(self, group: str, name: str) -> str:
+        """Return why a name of several claimants cannot be used; empty if it can."""
+        entries = self._entries[group].get(name, [])
+        plain = entries[0].name if entries else name
+        who = " and ".join(sorted(e.distribution for e in entries))
+        if len(entries) > 1:
+            return (
+                f"{_kind(group)} {name!r} is claimed by {who}, so neither is used; uninstall one "
+                f"of them, or block the name: block=[{name!r}], or TORCHSTORE_BLOCK={name}"
+            )
+        if plain != name and group != OBSERVERS:
+            return (
+                f"{_kind(group)} {plain!r} of {who} is not used, because that is a name of "
+                f"{OWN_NAMES[group, plain]}, which is installed, too; uninstall {who}, or have it "
+                "renamed"
+            )
+        return ""
 
     def _call(self, group: str, name: str, plugin: Any, origin: str) -> Any:
         unique = f"{group}:{name}"
@@ -264,12 +357,10 @@ class Registry:
     # ---- typed access ---------------------------------------------------------------------
 
     def transports(self) -> list[TransportSpec]:
-        """Return all usable transports; broken ones are left out (see :meth:`errors`).
-
-        Raises:
-            PluginError: two distributions claim one name.
+        """Return all usable transports. Broken ones are left out (see :meth:`errors`), and so are
+        names that are claimed twice (see :meth:`clashes`).
         """
-        return self._loaded("torchstore.transports")
+        return self._loaded(_TRANSPORTS)
 
     def _loaded(self, group: str) -> list[Any]:
         found: list[Any] = []
@@ -277,22 +368,21 @@ class Registry:
             try:
                 found.append(self.load(group, name))
             except PluginError:
-                if len(self._entries[group][name]) > 1:
-                    raise
+                continue
         return found
 
     def transport(self, name: str) -> TransportSpec:
         """Return the transport of that name. Raises PluginError."""
-        spec: TransportSpec = self.load("torchstore.transports", name)
+        spec: TransportSpec = self.load(_TRANSPORTS, name)
         return spec
 
     def strategy(self, name: str) -> type[Strategy]:
         """Return the strategy class of that name. Raises PluginError."""
-        strategy: type[Strategy] = self.load("torchstore.strategies", name)
+        strategy: type[Strategy] = self.load(_STRATEGIES, name)
         return strategy
 
     def runtimes(self) -> list[RuntimeSpec]:
-        """Return all usable runtimes. Broken ones are left out; a name claimed twice raises."""
+        """Return all usable runtimes. What is left out is as for :meth:`transports`."""
         return self._loaded(RUNTIMES)
 
     def runtime(self, name: str) -> RuntimeSpec:

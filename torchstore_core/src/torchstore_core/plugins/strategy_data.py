@@ -13,8 +13,6 @@ from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.errors import ConfigurationError, PluginError
 from torchstore_core.plugins.registry import Registry
 
-_TRANSPORTS = "torchstore.transports"
-
 
 def check_transport(strategy: object, registry: Registry) -> None:
     """Check that the transports that a strategy forces or prefers are installed here.
@@ -24,6 +22,7 @@ def check_transport(strategy: object, registry: Registry) -> None:
     Raises:
         ConfigurationError: a transport is not installed (the error lists those that are), or
             ``transport`` is neither a name nor a tuple of names.
+        PluginError: several distributions claim a transport.
     """
     if not isinstance(strategy, Strategy):
         return  # encode_strategy raises the error
@@ -31,7 +30,7 @@ def check_transport(strategy: object, registry: Registry) -> None:
     if not names:
         return
     what = f"transport={strategy.transport!r} of {type(strategy).__name__}"
-    registry.check_installed(what, names, [_TRANSPORTS])
+    registry.check_transports(what, names)
 
 
 def _transport_names(strategy: Strategy) -> Sequence[str]:

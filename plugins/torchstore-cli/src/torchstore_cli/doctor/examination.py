@@ -24,7 +24,7 @@ from torchstore_core.clients.session.held_ref import TRACE
 from torchstore_core.clients.stores import discovery
 from torchstore_core.clients.stores import environment as stores
 from torchstore_core.contracts.transport import LinkContext
-from torchstore_core.errors import ConfigurationError, PluginError, TorchStoreError
+from torchstore_core.errors import ConfigurationError, TorchStoreError
 from torchstore_core.machine import copying, topology
 from torchstore_core.machine.directories import runtime_directory
 from torchstore_core.machine.numa import probe_numa
@@ -88,6 +88,8 @@ async def examine(address: str | None, timeout: float) -> reports.DoctorReport:
                 f"the plug-in {p.name!r} of {p.group} takes processes down ({p.error}): block it "
                 f"(TORCHSTORE_BLOCK={p.name}) or uninstall {p.distribution}"
             )
+        elif p.state == "error" and (clash := installed.clash(p.group, p.name)):
+            found.problems.append(clash)
         elif p.state == "error":
             found.notes.append(f"the plug-in {p.name!r} of {p.group} does not load, the others do")
     copy = reports.CopyEngine(copying.has_native(), _copy_threads(found))
@@ -120,11 +122,7 @@ def _link_to_this_host(
     found: _Findings,
 ) -> reports.LinkReport:
     """Return the link that a client would have to a volume of another process on this host."""
-    try:
-        specs = registry.transports()
-    except PluginError as error:
-        found.problems.append(error.message)
-        specs = []
+    specs = registry.transports()
     there = msgspec.structs.replace(here, pid=0)
     offers = {spec.name: b"" for spec in specs if spec.server is not None}
     ranking = rank(specs, LinkContext(here, there, same_host=True, offered=True), offers, policy)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -29,7 +30,16 @@ def check_key(key: object) -> str:
             f"a key is Unicode text, and {key!r} has half a character, a surrogate"
         )
     what = f"{len(key)} characters" if isinstance(key, str) else type(key).__qualname__
-    raise UnsupportedValueError(f"a key is a str of 1 to {m.MAX_KEY} characters, not {what}")
+    instead = ""
+    if isinstance(key, list | tuple | set):
+        instead = "; for several keys there are get_batch, put_batch and delete_batch"
+    elif isinstance(key, Mapping):
+        instead = "; a state dict is the first argument of put_state_dict, its key the second"
+    elif isinstance(key, os.PathLike):
+        instead = "; str() makes one of a path"
+    raise UnsupportedValueError(
+        f"a key is a str of 1 to {m.MAX_KEY} characters, not {what}{instead}"
+    )
 
 
 def listed(given: Iterable[T], needed: str) -> list[T]:

@@ -24,11 +24,15 @@ def watch(registry: Registry) -> Callable[[Operation], None] | None:
 
     The function raises nothing but KeyboardInterrupt, which must reach the user wherever it occurs.
     What an observer raises is logged the first time, and counted. An observer that does not load is
-    logged once.
+    logged once, and so is a name, of plug-ins of any kind, that several distributions claim.
     """
     observers = registry.observers()
+    for clash in registry.clashes():
+        if clash not in _warned:
+            _warned.add(clash)
+            log.warning("%s", clash)
     for name, why in registry.left_out(OBSERVERS).items():
-        if name not in registry.block and why not in _warned:
+        if name in registry.names(OBSERVERS) and why not in _warned:
             _warned.add(why)
             log.warning(
                 "%s. It observes nothing: repair its package, uninstall it, or block it "

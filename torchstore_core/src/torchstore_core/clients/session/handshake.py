@@ -12,6 +12,7 @@ import msgspec
 
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.errors import (
+    ConfigurationError,
     ProtocolError,
     StoreClosedError,
     StoreTimeoutError,
@@ -96,10 +97,26 @@ async def handshake(
     return await _handshake(address, token, facts, here, left)
 
 
+def running_loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop that runs this call.
+
+    Raises:
+        ConfigurationError: there is none: a library that is not asyncio runs the coroutine.
+    """
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        raise ConfigurationError(
+            "this call needs an asyncio event loop, and none is running in this thread: the "
+            "coroutine is run by something else, such as trio. There, call the functions of "
+            "torchstore_core.blocking in a thread (`await trio.to_thread.run_sync(...)`)"
+        ) from None
+
+
 async def _handshake(
     address: str, token: bytes, facts: ClientFacts, here: topology.Topology, timeout: float | None
 ) -> tuple[socket.socket, m.Welcome]:
-    loop = asyncio.get_running_loop()
+    loop = running_loop()
     path = socket_path(address)
     accepted = False
     with unix_socket() as sock:

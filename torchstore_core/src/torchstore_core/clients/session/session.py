@@ -21,6 +21,7 @@ from torchstore_core.clients.session.handshake import (
     ask_volume,
     client_facts,
     handshake,
+    running_loop,
     socket_path,
 )
 from torchstore_core.clients.session.held_ref import claim_waiting
@@ -202,7 +203,7 @@ class Session:
 
     def channel_here(self) -> Channel | None:
         """Return the running loop's channel; None if it has no open one."""
-        loop = asyncio.get_running_loop()
+        loop = running_loop()
         known = self._channels.get(id(loop))
         channel = None if known is None else known()
         # An earlier loop may have had the same id().
@@ -210,7 +211,7 @@ class Session:
 
     async def channel(self, timeout: float | None) -> Channel:
         """Return the running loop's channel, which is opened on first use."""
-        loop = asyncio.get_running_loop()
+        loop = running_loop()
         channel = self.channel_here()
         if channel is not None:
             return channel

@@ -9,7 +9,7 @@ import socket
 import msgspec
 
 from torchstore_core.clients.calls.arguments import check_timeout
-from torchstore_core.clients.session.handshake import client_facts, handshake
+from torchstore_core.clients.session.handshake import client_facts, handshake, running_loop
 from torchstore_core.errors import StoreClosedError, TorchStoreError
 from torchstore_core.machine import topology
 from torchstore_core.machine.directories import CONTROL, find_files, runtime_directory
@@ -56,9 +56,11 @@ async def stores(*, timeout: float | None = ANSWER_S) -> list[RunningStore]:
             is of another protocol version, is in the list, with its ``error``.
 
     Raises:
-        ConfigurationError: the directory is not safe to use, or ``timeout`` is no time.
+        ConfigurationError: the directory is not safe to use, ``timeout`` is no time, or no event
+            loop runs the call.
         TransportNotReadyError: this process has no file descriptor left.
     """
+    running_loop()
     timeout = check_timeout(timeout)
     check_descriptors("the list of stores")
     sockets = find_files(runtime_directory(), CONTROL)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from torchstore_core.clients.calls.arguments import check_bools, check_store_name, check_timeout
 from torchstore_core.clients.calls.user_warnings import warn
 from torchstore_core.clients.client import Client
+from torchstore_core.clients.session.handshake import running_loop
 from torchstore_core.clients.stores import ancestors, discovery, environment, lookup, table
 from torchstore_core.clients.stores.joined import JoinedStore
 from torchstore_core.contracts.ranks import RankRuntime, SPMDEnv
@@ -126,8 +127,9 @@ def check(
     """Refuse arguments that make no sense; returns the time-out as it is used.
 
     Raises:
-        ConfigurationError: names the argument and its value.
+        ConfigurationError: names the argument and its value; or no event loop runs the call.
     """
+    running_loop()
     for name, number in (("capacity", capacity), ("prefault", prefault)):
         if number is not None and type(number) is not int:
             raise ConfigurationError(f"{name} is a whole number of bytes, not {number!r}")

@@ -27,7 +27,7 @@ import pickle
 import struct
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from functools import cache
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -111,6 +111,10 @@ def encode_pieces(key: str, value: Any, *, allow_pickle: bool) -> tuple[ObjectMe
         raise
     except Exception as error:
         hint = "" if _cloudpickle() else "; lambdas, local classes and the like need cloudpickle"
+        if isinstance(value, Awaitable):
+            hint = "; await it, and put what that gives"
+        elif isinstance(value, Iterator | AsyncIterator):
+            hint = "; put a list of what it yields"
         raise UnsupportedValueError(
             f"{key!r}: a {type(value).__qualname__} cannot be stored: {error}{hint}", key=key
         ) from error

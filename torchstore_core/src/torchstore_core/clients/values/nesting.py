@@ -32,6 +32,13 @@ class Leaf(msgspec.Struct, frozen=True, gc=False):
     value: Any
 
 
+def _instead(given: Any) -> str:
+    """Return what to give instead of what is no state dict, if that can be told."""
+    if isinstance(given, torch.nn.Module | torch.optim.Optimizer):
+        return "; give its state_dict()"
+    return "; give dict() of it" if isinstance(given, Iterator) else ""
+
+
 def flatten(key: str, state_dict: Any) -> list[Leaf]:
     """Every entry of a state dict, in order.
 
@@ -47,7 +54,8 @@ def flatten(key: str, state_dict: Any) -> list[Leaf]:
     """
     if not isinstance(state_dict, Mapping):
         raise UnsupportedValueError(
-            f"{key!r}: a state dict is a dict of names, not a {type(state_dict).__qualname__}",
+            f"{key!r}: a state dict is a dict of names, not a {type(state_dict).__qualname__}"
+            f"{_instead(state_dict)}",
             key=key,
         )
     leaves: list[Leaf] = []
