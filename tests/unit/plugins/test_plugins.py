@@ -25,7 +25,7 @@ from torchstore_core.contracts.transport import TransportSpec
 from torchstore_core.errors import ConfigurationError, PluginError
 from torchstore_core.plugins.installed import GROUPS, installed
 from torchstore_core.plugins.ranking import Policy
-from torchstore_core.plugins.registry import OWN_NAMES, Registry, load_class
+from torchstore_core.plugins.registry import OWN_NAMES, Registry, _owner, load_class
 
 TRANSPORTS, STRATEGIES, RUNTIMES, OBSERVERS = GROUPS
 
@@ -370,8 +370,28 @@ def test_a_name_of_the_stores_own_packages_stays_with_them(site: Site) -> None:
     assert site.imported() == set()
 
 
-def test_the_stores_own_names_are_those_of_its_packages() -> None:
-    """What strangers cannot take is what the packages of this repository register, all of it."""
+@pytest.mark.parametrize("name", ["fast", "fast-rdma"])
+def test_a_package_called_after_its_plugins_keeps_their_names(site: Site, name: str) -> None:
+    """As those of this repository are that the core does not know."""
+    site.install("stranger", TRANSPORTS, **{name: TRANSPORT})
+    site.install("torchstore-fast", TRANSPORTS, **{name: TRANSPORT})
+    registry = site.registry()
+    assert [spec.name for spec in registry.transports()] == [name]
+    assert registry.source(TRANSPORTS, name) == "torchstore-fast"
+    [clash] = registry.clashes()
+    assert "of stranger is not used, because that is a name of torchstore-fast" in clash
+
+
+def test_packages_of_this_repository_keep_their_names() -> None:
+    """Whatever else is installed: all that they register, but observers."""
+    for plugin in installed():
+        if plugin.distribution.startswith("torchstore-") and plugin.group != OBSERVERS:
+            claimants = ["a-stranger", plugin.distribution]
+            assert _owner(plugin.group, plugin.name, claimants) == plugin.distribution
+
+
+def test_the_cores_own_names_are_those_of_its_packages() -> None:
+    """What strangers cannot take is what its packages register, all of it."""
     found = {
         (plugin.group, plugin.name): plugin.distribution
         for plugin in installed()

@@ -2,8 +2,8 @@
 
 The error of a plug-in that fails to load is recorded, and raised only when the plug-in is asked for
 by name. The same goes for a name that two distributions claim, of which neither is used. A name of
-the store's own packages stays with its package, whoever else claims it; and names of observers,
-which nobody asks for, may be the same.
+the core's packages stays with its package, whoever else claims it, and so does one after which its
+package is called; and names of observers, which nobody asks for, may be the same.
 """
 
 from __future__ import annotations
@@ -41,39 +41,19 @@ _HEAVY = "torch"
 _PACKAGE_PART = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*\Z")
 
 _TRANSPORTS, _STRATEGIES = "torchstore.transports", "torchstore.strategies"
-_OWN: dict[str, dict[str, tuple[str, ...]]] = {
-    _TRANSPORTS: {
-        "torchstore-transports": ("shm", "inline", "tcp"),
-        "torchstore-gloo": ("gloo",),
-        "torchstore-inprocess": ("inprocess",),
-        "torchstore-monarch": ("monarch-rdma", "monarch-rpc"),
-        "torchstore-rdma": ("rdma",),
-        "torchstore-torchcomms": ("torchcomms", "torchcomms-rdma"),
-    },
-    _STRATEGIES: {
-        "torchstore-strategies": (
-            "singleton",
-            "local-rank",
-            "host",
-            "hash",
-            "spread",
-            "replicated",
-        ),
-    },
-    RUNTIMES: {
-        "torchstore-core": ("local",),
-        "torchstore-monarch": ("monarch",),
-        "torchstore-spmd": ("spmd",),
-    },
+_OWN: dict[str, tuple[str, tuple[str, ...]]] = {
+    _TRANSPORTS: ("torchstore-transports", ("shm", "inline", "tcp")),
+    _STRATEGIES: (
+        "torchstore-strategies",
+        ("singleton", "local-rank", "host", "hash", "spread", "replicated"),
+    ),
+    RUNTIMES: ("torchstore-core", ("local",)),
 }
-#: The store's own plug-ins, by group and name, and the package of each: for advice, and because a
-#: stranger that claims such a name does not get it.
-OWN_NAMES = {
-    (group, name): package
-    for group, packages in _OWN.items()
-    for package, names in packages.items()
-    for name in names
-}
+#: Plug-ins of the core's packages, by group and name, and the package of each: for advice, and
+#: because a stranger that claims such a name does not get it.
+OWN_NAMES = {(group, name): package for group, (package, names) in _OWN.items() for name in names}
+# Other packages are called after their plug-ins.
+_NAMED_AFTER = "torchstore-"
 
 
 def _normal(distribution: str) -> str:
@@ -85,15 +65,33 @@ def _normal(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
+def _owner(group: str, name: str, distributions: Iterable[str]) -> str | None:
+    """Return whose name it is: that of a package of the core, or else of the package that is called
+    after it, if it is among these.
+
+    >>> _owner("torchstore.transports", "shm", ["mine"])
+    'torchstore-transports'
+    >>> _owner("torchstore.transports", "fast-rdma", ["mine", "torchstore-fast"])
+    'torchstore-fast'
+    >>> _owner("torchstore.transports", "fast", ["mine", "yours"])
+    """
+    after = [
+        one
+        for one in map(_normal, distributions)
+        if f"{_NAMED_AFTER}{name}-".startswith(f"{one}-") and one.startswith(_NAMED_AFTER)
+    ]
+    return OWN_NAMES.get((group, name)) or max(after, key=len, default=None)
+
+
 def _told_apart(
     group: str, named: dict[str, list[InstalledPlugin]]
 ) -> dict[str, list[InstalledPlugin]]:
     """Give claimants that are not in each other's way names of their own, like ``tcp (package)``:
-    all observers of one name, and strangers that claim a name of the store's own packages.
+    all observers of one name, and strangers that claim a name which another package owns.
     """
     apart: dict[str, list[InstalledPlugin]] = {}
     for name, entries in named.items():
-        owner = OWN_NAMES.get((group, name))
+        owner = _owner(group, name, [entry.distribution for entry in entries])
         is_owned = any(_normal(entry.distribution) == owner for entry in entries)
         for entry in entries:
             is_stranger = is_owned and _normal(entry.distribution) != owner
@@ -251,7 +249,7 @@ class Registry:
             near = _near([name], self.names(group))
             package = OWN_NAMES.get((group, name))
             if package is None and group == RUNTIMES and not near and _PACKAGE_PART.match(name):
-                package = f"torchstore-{name}"  # packages of runtimes are named like this
+                package = _NAMED_AFTER + name
             hint = near + "?" if near else "is its package installed here?"
             hint = f"pip install {package}" if package else hint
             raise PluginError(f"no {kind} is called {name!r} (installed: {known}); {hint}")
@@ -308,7 +306,7 @@ class Registry:
         if plain != name and group != OBSERVERS:
             return (
                 f"{_kind(group)} {plain!r} of {who} is not used, because that is a name of "
-                f"{OWN_NAMES[group, plain]}, which is installed, too; uninstall {who}, or have it "
+                f"{self.source(group, plain)}, which is installed, too; uninstall {who}, or have it "
                 "renamed"
             )
         return ""
