@@ -336,3 +336,16 @@ async def test_timeouts_that_make_no_sense(shared, k):
             await ts.get(k, timeout=timeout)
     assert await ts.get(k, timeout=float("inf")) == 1
     assert await ts.get(k, timeout=10**6) == 1
+
+
+def test_help_explains_every_call() -> None:
+    """In notebooks, too. That of the calls of a client said no more than where to look."""
+    for name in ts.__all__:
+        call = getattr(ts, name)
+        if inspect.iscoroutinefunction(call):
+            explained = inspect.getdoc(call) or ""
+            assert "See :meth:" not in explained.split("\n", 1)[0], name
+            assert inspect.getdoc(getattr(ts.blocking, name)) == explained
+            if name in vars(ts.Client) or name == "wait":
+                method = inspect.getdoc(getattr(ts.Client, name)) or ""
+                assert explained.startswith(method)

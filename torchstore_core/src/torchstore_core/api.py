@@ -8,9 +8,11 @@ name and the environment does not name one either.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from torchstore_core.clients.calls.arguments import check_timeout
@@ -778,3 +780,17 @@ async def explain(
 ) -> list[dict[str, Any]]:
     """See :meth:`Client.explain`; raises the same."""
     return await _client(store_name).explain(nbytes, timeout=timeout)
+
+
+def _explain_calls() -> None:
+    """Give the calls that a client has, too, the docstrings of these: ``help`` shows them. In the
+    source they stand once.
+    """
+    for name, call in globals().items():
+        method = getattr(Client, name, None)
+        if isinstance(call, FunctionType) and isinstance(method, FunctionType) and method.__doc__:
+            text = inspect.cleandoc(method.__doc__)
+            call.__doc__ = f"{text}\n\n``store_name`` is the name of the store."
+
+
+_explain_calls()
