@@ -306,8 +306,8 @@ class Registry:
         if plain != name and group != OBSERVERS:
             return (
                 f"{_kind(group)} {plain!r} of {who} is not used, because that is a name of "
-                f"{self.source(group, plain)}, which is installed, too; uninstall {who}, or have it "
-                "renamed"
+                f"{self.source(group, plain)}, which is installed, too; uninstall {who}, or have "
+                "it renamed"
             )
         return ""
 
