@@ -8,6 +8,8 @@ import re
 from torchstore_core.errors import ConfigurationError
 
 __all__ = [
+    "SPILL_URL",
+    "URL_END_S",
     "WHEN_FULL",
     "check_spill",
     "check_when_full",
@@ -18,6 +20,13 @@ __all__ = [
 
 #: The words, and the numbers that messages have for them.
 WHEN_FULL = {"pinned": 1, "spillable": 2, "evictable": 3}
+
+#: The variable that has the URL for a server that is started, if others are not to see all of it:
+#: the list of processes shows what they were started with.
+SPILL_URL = "TORCHSTORE_SPILL_URL"
+
+#: How many seconds more the end of a store may take that has to delete what it has at a URL.
+URL_END_S = 8.0
 
 
 def when_full_code(word: object) -> int:
@@ -47,7 +56,7 @@ def check_when_full(word: str | None, spill: str | None) -> None:
     when_full_code(word)
     if word == "spillable" and spill is None:
         raise ConfigurationError(
-            'when_full="spillable" needs a place to spill to: pass spill= (a directory, or a URL), too'
+            'when_full="spillable" needs a place to spill to: pass spill= (a directory or URL), too'
         )
 
 
@@ -70,9 +79,7 @@ def check_spill(spill: object, capacity: object) -> str | None:
             raise ConfigurationError("spill_capacity= needs spill=, the place to spill to")
         return None
     if not isinstance(spill, str | os.PathLike):
-        raise ConfigurationError(
-            f"spill is the path of a directory, a URL, or None, not {spill!r}"
-        )
+        raise ConfigurationError(f"spill is the path of a directory, a URL, or None, not {spill!r}")
     path = os.fspath(spill)
     if not isinstance(path, str) or not path:
         raise ConfigurationError(f"spill is the path of a directory, or a URL, not {path!r}")

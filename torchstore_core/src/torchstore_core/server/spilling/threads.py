@@ -83,7 +83,7 @@ class SpillDevice(Protocol):
         """Nothing from there on is in use. Nobody is in a hurry."""
 
     def stop(self) -> None:
-        """Have reads and writes that are under way fail soon, and those that are to come at once."""
+        """Have reads and writes that are under way, or are to come, fail soon."""
 
     def go_on(self) -> None:
         """Nothing is under way that was stopped: read and write again."""
@@ -97,8 +97,8 @@ class FreeingDevice(SpillDevice, Protocol):
     """A device that is told what is not in use any more."""
 
     def free(self, runs: Sequence[tuple[int, int]]) -> None:
-        """These parts, as (offset, bytes), are not in use any more. Called by the event loop, before
-        anything is written there again, so it only notes it.
+        """These parts, as (offset, bytes), are not in use any more. The event loop calls this
+        before anything is written there again, so it only notes it.
         """
 
     def keep_only(self, runs: Sequence[tuple[int, int]]) -> None:

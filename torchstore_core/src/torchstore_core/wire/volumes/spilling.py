@@ -144,7 +144,9 @@ class HurrySpill(Message, frozen=True, tag="spill-hurry"):
     """Somebody waits for what is being written."""
 
 
-SpillOrder = WriteValues | WriteTogether | ReadPieces | ReadTogether | CutSpill | FreeSpill | KeepSpill
+SpillOrder = (
+    WriteValues | WriteTogether | ReadPieces | ReadTogether | CutSpill | FreeSpill | KeepSpill
+)
 
 
 class SpillTrouble(msgspec.Struct, frozen=True, array_like=True):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import inspect
+import itertools
 import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any
@@ -34,8 +37,8 @@ _FINAL = {
     *("SignatureDoesNotMatch", "NoSuchBucket", "InvalidRange", "401", "403", "404", "416"),
 }
 # So many objects are deleted by one request, where a request may delete several; and how many
-# requests are under way at a time where it may not.
-_DELETED_AT_ONCE, _DELETING_AT_ONCE = 1000, 32
+# requests of that kind are under way at a time.
+_DELETED_AT_ONCE, _AT_ONCE = 1000, 16
 
 
 class OutOfRangeError(OSError):
@@ -129,24 +132,33 @@ class Bucket:
     def delete(self, folder: str, names: Iterable[str]) -> None:
         """Delete objects, also if some do not exist. Raises OSError; some may be deleted then."""
         paths = [self._path(f"{folder}/{name}") for name in names]
-        if hasattr(self._fs, "_bulk_delete") and self._is_async("bulk_delete"):
-            for at in range(0, len(paths), _DELETED_AT_ONCE):
-                self._ask("bulk_delete", paths[at : at + _DELETED_AT_ONCE])
-            return
-        for at in range(0, len(paths), _DELETING_AT_ONCE):
-            requests = [self._begin("rm_file", path) for path in paths[at : at + _DELETING_AT_ONCE]]
-            self.wait_all(requests, but=FileNotFoundError)
+        if self._is_async("bulk_delete"):  # several by one request
+            batches = [
+                paths[at : at + _DELETED_AT_ONCE] for at in range(0, len(paths), _DELETED_AT_ONCE)
+            ]
+            self._all(functools.partial(self._begin, "bulk_delete"), batches)
+        else:
+            self._all(functools.partial(self._begin, "rm_file"), paths, but=FileNotFoundError)
 
-    def wait_all(
-        self, requests: Sequence[Future[Any]], but: type[OSError] | tuple[()] = ()
+    def _all(
+        self,
+        begin: Callable[[Any], Future[Any]],
+        wanted: Iterable[Any],
+        but: type[OSError] | tuple[()] = (),
     ) -> None:
-        """Wait for all of these. If some have failed, raise why the first one has, ``but`` for
-        errors of this kind.
+        """Make these requests, a few at a time. If some fail, raise why the first one has, ``but``
+        for errors of this kind; then no more are begun.
         """
         failed: OSError | None = None
-        for request in requests:
+        under_way: deque[Future[Any]] = deque()
+        left = iter(wanted)
+        while True:
+            for one in itertools.islice(left, 0 if failed else _AT_ONCE - len(under_way)):
+                under_way.append(begin(one))
+            if not under_way:
+                break
             try:
-                self.wait(request)
+                self.wait(under_way.popleft())
             except but:
                 continue
             except OSError as error:
@@ -231,7 +243,7 @@ class Bucket:
                 raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
             try:
                 done.set_result(call(*args, **kwargs))
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - raised where the result is waited for
                 pause = next(pauses, None)
                 if pause is None or time.monotonic() + pause > until or not _may_pass(error):
                     done.set_exception(error)

@@ -1,9 +1,9 @@
 """Which objects have which parts of a spill space. This is bookkeeping, and does no I/O.
 
-What is written is never written over: each write makes an object of a new name, and takes the place
-of what other objects had there. An object of which nothing is in use any more is deleted. So it does
-not matter in which order objects are written and deleted, or whether a request that was given up
-is carried out later after all.
+What is written is never written over: each write makes an object of a new name, and takes the
+place of what other objects had there. An object of which nothing is in use any more is deleted. So
+it does not matter in which order objects are written and deleted, or whether a request that was
+given up is carried out later after all.
 """
 
 from __future__ import annotations
@@ -95,8 +95,10 @@ class Layout:
         >>> layout = Layout()
         >>> layout.write(ObjectName(1, 0, 0, 12288))
         []
-        >>> layout.free([(4096, 4096)]), [str(one) for one in layout.free([(0, 4096), (8192, 4096)])]
-        ([], ['1-0-0-3000'])
+        >>> layout.free([(4096, 4096)])
+        []
+        >>> [str(name) for name in layout.free([(0, 4096), (8192, 4096)])]
+        ['1-0-0-3000']
         """
         return [name for start, nbytes in runs for name in self._free(start, start + nbytes)]
 
@@ -121,7 +123,9 @@ class Layout:
                 yield there.name
 
     def keep_only(self, runs: Iterable[tuple[int, int]]) -> list[ObjectName]:
-        """Nothing but these parts of the space is in use. Returns the objects of which nothing is."""
+        """Nothing but these parts of the space is in use. Returns the objects of which nothing
+        is.
+        """
         if not self._ranges:
             return []
         end = self._ranges.peekitem()[1].end

@@ -1,5 +1,5 @@
-"""What values are spilled to at a URL: an object for each piece of a large value, and for each group
-of small ones.
+"""What values are spilled to at a URL: an object for each piece of a large value, and for each
+group of small ones.
 
 All objects of a store are in a folder of its own, whose name says whose it is: what is left of
 stores whose processes are gone is deleted by the next one that spills to the same URL. It judges
@@ -12,7 +12,6 @@ import contextlib
 import errno
 import itertools
 import logging
-import os
 import re
 import secrets
 import threading
@@ -22,6 +21,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from torchstore_core.contracts.when_full import URL_END_S
 from torchstore_core.errors import ConfigurationError
 from torchstore_core.machine.processes import pid_namespace, started
 from torchstore_core.machine.topology import start_time
@@ -29,7 +29,13 @@ from torchstore_core.server.spilling.checksums import checksum
 from torchstore_core.server.spilling.mapped import MappedSegment
 from torchstore_core.server.spilling.objects.bucket import Bucket, OutOfRangeError
 from torchstore_core.server.spilling.objects.layout import Layout, ObjectName, Part
-from torchstore_core.server.spilling.spill_file import NO_MATCH, DamagedError, own, pieces, write_all
+from torchstore_core.server.spilling.spill_file import (
+    NO_MATCH,
+    DamagedError,
+    own,
+    pieces,
+    write_all,
+)
 from torchstore_core.wire.volumes.spilling import Extent
 
 log = logging.getLogger(__name__)
@@ -42,8 +48,6 @@ _PROBE = "probe"
 _AT_ONCE = 4
 # So many objects are deleted in one go; then others have a turn.
 _BATCH = 1000
-# How long the end of a store may take to delete what it has.
-_END_S = 20.0
 
 
 class SpillObjects:
@@ -326,8 +330,7 @@ class SpillObjects:
             log.info("cannot look for what stores have left: %s", error.strerror)
 
     def _delete_folder(self, folder: str, names: Sequence[str]) -> None:
-        for at in range(0, len(names), _BATCH):
-            self._bucket.delete(folder, names[at : at + _BATCH])
+        self._bucket.delete(folder, names)
         self._bucket.remove_folder(folder)
 
     def _all_names(self) -> list[str]:
@@ -359,7 +362,7 @@ class SpillObjects:
         if not self._ends:
             return
         self._bucket.go_on()
-        timer = threading.Timer(_END_S, self._bucket.stop)
+        timer = threading.Timer(URL_END_S, self._bucket.stop)
         timer.daemon = True
         timer.start()
         try:

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from torchstore_snapshot.storage.remote import RemoteStorage
-
 __all__ = ["BUCKET", "ObjectStore", "object_store"]
 
 BUCKET = "bucket"
@@ -149,7 +147,7 @@ def object_store() -> Iterator[ObjectStore]:
         server.reset()
         reset = urllib.request.Request(f"{server.url}/moto-api/reset", method="POST")
         urllib.request.urlopen(reset).close()
-        storage = RemoteStorage.at(f"s3://{BUCKET}/x")
-        storage._fs.call_s3("create_bucket", Bucket=BUCKET)
+        make = urllib.request.Request(f"{server.url}/{BUCKET}", method="PUT")
+        urllib.request.urlopen(make).close()
         server.reset()
         yield server
