@@ -103,7 +103,7 @@ async def test_all_end_with_the_command() -> None:
     [
         (("--strategy", "nonsense"), "plugin"),
         (("--spill", "/proc/nowhere"), "configuration"),
-        (("--spill", "s3://bucket/folder"), "configuration"),
+        (("--spill", "nowhere://bucket/folder"), "configuration"),
         (("--spill-capacity", "1GiB"), "configuration"),
     ],
 )

@@ -792,6 +792,8 @@ Reply = (
     | ReadPieces
     | ReadTogether
     | CutSpill
+    | FreeSpill
+    | KeepSpill
     | HurrySpill
     | WatchProcess
     | PeerHandshake

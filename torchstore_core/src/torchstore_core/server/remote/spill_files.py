@@ -68,7 +68,8 @@ class AttachedFile:
         number = next(self._ids)
         self._pending[number] = done
         order = msgspec.structs.replace(order, id=number)
-        self.is_filled = not isinstance(order, m.CutSpill)
+        if not isinstance(order, m.FreeSpill | m.KeepSpill):
+            self.is_filled = not isinstance(order, m.CutSpill)
         if self._send is None:
             self._waiting.append(order)
         else:

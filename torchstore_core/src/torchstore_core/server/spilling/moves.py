@@ -142,7 +142,7 @@ class Mover:
         self.by_volume = by_volume
         self._volumes = volumes
         self._reading: dict[int, Tracked] = {}  # by their numbers
-        self._repeating = False
+        self._repeating = self._closed = False
         self._logged: dict[str, float] = {}  # when each trouble was, the last time
         self.written_bytes = self.read_bytes = 0
 
@@ -418,6 +418,8 @@ class Mover:
         self._moved(is_progress)
 
     def _pause(self, site: Site, why: str) -> None:
+        if self._closed:  # so it was stopped
+            return
         now = moments.monotonic()
         if why != site.trouble and now - self._logged.get(why, -_SILENCE_S) >= _SILENCE_S:
             self._logged[why] = now
@@ -644,6 +646,7 @@ class Mover:
 
     def close(self) -> None:
         """Carry out nothing more."""
+        self._closed = True
         for site in self.sites:
             site.file.close()
 

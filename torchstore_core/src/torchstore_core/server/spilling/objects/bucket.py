@@ -8,7 +8,9 @@ import errno
 import functools
 import inspect
 import itertools
+import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -30,12 +32,13 @@ _SLOWEST = 512 << 10
 # A request that has failed is sent again after so many seconds, as often as there are numbers.
 _PAUSES_S = (0.2, 1.0)
 # Attempts of the libraries themselves would not leave time for that.
-_S3_CONFIG = {"connect_timeout": 5, "read_timeout": 20, "retries": {"total_max_attempts": 1}}
+_S3_CONFIG = {"connect_timeout": 3, "read_timeout": 10, "retries": {"total_max_attempts": 1}}
 # What object stores answer that the next attempt is answered with, too.
 _FINAL = {
     *("AccessDenied", "AllAccessDisabled", "ExpiredToken", "InvalidAccessKeyId", "InvalidToken"),
     *("SignatureDoesNotMatch", "NoSuchBucket", "InvalidRange", "401", "403", "404", "416"),
 }
+_FOLDER = re.compile(r"torchstore-spill-[^\s\"']*")
 # So many objects are deleted by one request, where a request may delete several; and how many
 # requests of that kind are under way at a time.
 _DELETED_AT_ONCE, _AT_ONCE = 1000, 16
@@ -80,6 +83,9 @@ class Bucket:
         if self.protocol in _S3 and "::" not in url:
             self._fs.retries = 1
         self._root = root.rstrip("/")
+        if self._secrets:
+            for handler in logging.getLogger().handlers:
+                handler.addFilter(self._without_secrets)
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._under_way: set[Future[Any]] = set()
@@ -214,6 +220,7 @@ class Bucket:
     async def _repeated(
         self, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], limit: float
     ) -> Any:
+        why = ""
         try:
             async with asyncio.timeout(limit) as patience:
                 for pause in _PAUSES_S:
@@ -222,13 +229,15 @@ class Bucket:
                     except Exception as error:
                         if not _may_pass(error):
                             raise
+                        why = f", after {self._text(error)}"
                     await asyncio.sleep(pause)
                 return await call(*args, **kwargs)
         except TimeoutError as error:
             if not patience.expired():
                 raise
             raise OSError(
-                errno.ETIMEDOUT, f"a request was not answered within {limit:.0f} s, or too slowly"
+                errno.ETIMEDOUT,
+                f"a request was not answered within {limit:.0f} s, or too slowly{why}",
             ) from error
 
     def _now(
@@ -266,12 +275,22 @@ class Bucket:
 
     def _text(self, error: BaseException) -> str:
         own = error.strerror if isinstance(error, OSError) else None
-        text = f"{type(error).__name__}: {own or error}".removesuffix(": ")
-        if isinstance(error, OSError) and own and type(error) is OSError:
-            text = own
+        is_plain = own is not None and type(error) in (OSError, TimeoutError)
+        text = own if is_plain else f"{type(error).__name__}: {own or error}".removesuffix(": ")
+        text = _FOLDER.sub("...", self._hidden(text or ""))  # it is the same for all objects
+        return " ".join(text.split())
+
+    def _hidden(self, text: str) -> str:
         for secret in self._secrets:
             text = text.replace(secret, "***")
-        return " ".join(text.split())
+        return text
+
+    def _without_secrets(self, record: logging.LogRecord) -> bool:
+        """What the libraries log is for all who may read the log."""
+        text = record.getMessage()
+        if (hidden := self._hidden(text)) != text:
+            record.msg, record.args = hidden, ()
+        return True
 
 
 def _may_pass(error: BaseException) -> bool:

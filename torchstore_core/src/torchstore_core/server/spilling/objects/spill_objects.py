@@ -106,8 +106,10 @@ class SpillObjects:
             found = self._bucket.wait(self._bucket.get(name, 0, len(content)))
             self._bucket.delete(self.folder, [_PROBE])
         except OSError as error:
+            there_is_none = isinstance(error, FileNotFoundError)
+            why = "there is no such bucket or folder" if there_is_none else error.strerror
             raise ConfigurationError(
-                f"cannot spill to {self.directory!r}: {error.strerror}. spill= names a directory, "
+                f"cannot spill to {self.directory!r}: {why}. spill= names a directory, "
                 "or a URL at which this process may store, read and delete objects",
                 details={"spill": self.directory},
             ) from error
@@ -369,8 +371,8 @@ class SpillObjects:
             self._delete_folder(self.folder, self._all_names())
         except OSError as error:
             log.warning(
-                "objects of this store are left at %s/%s: %s. The next store of this host that "
-                "spills there deletes them",
+                "objects are left at %s/%s, for the next store of this host that spills there to "
+                "delete: %s",
                 self.directory,
                 self.folder,
                 error.strerror,
