@@ -83,7 +83,7 @@ class ObjectStore:
         if "partNumber" in environ.get("QUERY_STRING", "") or "HTTP_RANGE" in environ:
             self._met.wait(20)
 
-    def keys(self) -> list[str]:
+    def listed(self) -> list[str]:
         """The names of all objects, at most a thousand."""
         listed = self.call("GET", f"{BUCKET}?list-type=2").decode()
         return [html.unescape(key) for key in re.findall("<Key>(.*?)</Key>", listed)]

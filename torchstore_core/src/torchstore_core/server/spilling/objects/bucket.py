@@ -48,6 +48,15 @@ class OutOfRangeError(OSError):
     """The object is shorter than what was asked for."""
 
 
+def protocol_of(url: str) -> str:
+    """By which protocol what a URL names is reached.
+
+    >>> protocol_of("s3://bucket/a"), protocol_of("simplecache::gs://bucket/a")
+    ('s3', 'gs')
+    """
+    return url.partition("://")[0].rpartition("::")[2]
+
+
 class Bucket:
     """The storage behind a URL. Its methods may be called in any thread, and block.
 
@@ -66,7 +75,7 @@ class Bucket:
         import fsspec  # type: ignore[import-untyped]  # takes long; directories need none of it
 
         self.shown = shown_place(url)
-        self.protocol = url.partition("://")[0].rpartition("::")[2]
+        self.protocol = protocol_of(url)
         self._secrets = _secrets(url)
         options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
         if self.protocol in _S3 and "::" not in url:
@@ -88,6 +97,7 @@ class Bucket:
                 handler.addFilter(self._without_secrets)
         self._stopped = threading.Event()
         self._lock = threading.Lock()
+        self._turn = threading.Lock()  # of those file systems that may be used by one thread
         self._under_way: set[Future[Any]] = set()
 
     def folder(self, name: str) -> None:
@@ -243,7 +253,7 @@ class Bucket:
     def _now(
         self, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], limit: float
     ) -> Future[Any]:
-        """Call it here, where it takes as long as it takes."""
+        """Call it here, where it takes as long as it takes: one call at a time."""
         done: Future[Any] = Future()
         until = time.monotonic() + limit
         pauses = iter(_PAUSES_S)
@@ -251,7 +261,8 @@ class Bucket:
             if self._stopped.is_set():
                 raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
             try:
-                done.set_result(call(*args, **kwargs))
+                with self._turn:
+                    result = call(*args, **kwargs)
             except Exception as error:  # noqa: BLE001 - raised where the result is waited for
                 pause = next(pauses, None)
                 if pause is None or time.monotonic() + pause > until or not _may_pass(error):
@@ -259,6 +270,7 @@ class Bucket:
                     return done
                 self._stopped.wait(pause)
             else:
+                done.set_result(result)
                 return done
 
     # ---- errors ---------------------------------------------------------------------------

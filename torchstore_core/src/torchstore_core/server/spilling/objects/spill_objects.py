@@ -21,13 +21,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from torchstore_core.contracts.when_full import URL_END_S
+from torchstore_core.contracts.when_full import URL_END_S, shown_place
 from torchstore_core.errors import ConfigurationError
 from torchstore_core.machine.processes import pid_namespace, started
 from torchstore_core.machine.topology import start_time
 from torchstore_core.server.spilling.checksums import checksum
 from torchstore_core.server.spilling.mapped import MappedSegment
-from torchstore_core.server.spilling.objects.bucket import Bucket, OutOfRangeError
+from torchstore_core.server.spilling.objects.bucket import Bucket, OutOfRangeError, protocol_of
 from torchstore_core.server.spilling.objects.layout import Layout, ObjectName, Part
 from torchstore_core.server.spilling.spill_file import (
     NO_MATCH,
@@ -76,13 +76,17 @@ class SpillObjects:
         life: int = 1,
         folder: str | None = None,
     ) -> None:
-        self._bucket = Bucket(url)
-        self.directory = self._bucket.shown
-        self.file_system = self._bucket.protocol
+        self._url = url
+        self.directory, self.file_system = shown_place(url), protocol_of(url)
         self.capacity = DEFAULT_CAPACITY if capacity is None else capacity
         self.folder = folder or _new_folder(owner)
         self._life = life
         self._numbers = itertools.count()
+        self._opened: Bucket | None = (
+            None  # that takes long: a later life of a server does not wait
+        )
+        self._opening = threading.Lock()
+        self._is_stopped = False
         self._lock = threading.Lock()
         self._looking = threading.Lock()
         self._layout: Layout | None = None  # until it was looked what an earlier life has left
@@ -96,6 +100,17 @@ class SpillObjects:
             self._probe()
         if self.file_system == "memory":
             log.warning("%s is in memory, so that spilling to it frees none", self.directory)
+
+    @property
+    def _bucket(self) -> Bucket:
+        if self._opened is None:
+            with self._opening:
+                if self._opened is None:
+                    bucket = Bucket(self._url)
+                    if self._is_stopped:
+                        bucket.stop()
+                    self._opened = bucket
+        return self._opened
 
     def _probe(self) -> None:
         name = f"{self.folder}/{_PROBE}"
@@ -348,12 +363,16 @@ class SpillObjects:
     # ---- ends -----------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Have reads and writes that are under way fail soon."""
-        self._bucket.stop()
+        """Have reads and writes that are under way, or are to come, fail soon."""
+        self._is_stopped = True
+        if self._opened is not None:
+            self._opened.stop()
 
     def go_on(self) -> None:
         """Nothing is under way that was stopped: read and write again."""
-        self._bucket.go_on()
+        self._is_stopped = False
+        if self._opened is not None:
+            self._opened.go_on()
 
     def leave(self) -> None:
         """Another life of this server needs the objects: :meth:`close` is to leave them."""
@@ -363,8 +382,8 @@ class SpillObjects:
         """Delete all objects, as far as that is possible in some seconds."""
         if not self._ends:
             return
-        self._bucket.go_on()
-        timer = threading.Timer(URL_END_S, self._bucket.stop)
+        self.go_on()
+        timer = threading.Timer(URL_END_S, self.stop)
         timer.daemon = True
         timer.start()
         try:
@@ -379,7 +398,7 @@ class SpillObjects:
             )
         finally:
             timer.cancel()
-            self._bucket.stop()
+            self.stop()
 
 
 class _Requests:
