@@ -228,7 +228,8 @@ def main() -> int:
         _say({"error": error.code, "message": error.message})
         return 1
     options = msgspec.json.decode(sys.argv[1].encode(), type=ProcessOptions)
-    if spill := os.environ.pop(SPILL_URL, None):
+    spill = os.environ.pop(SPILL_URL, None)
+    if spill and options.spill and is_url(options.spill):
         options = msgspec.structs.replace(options, spill=spill)
     return keep(options, _say_last, options.owner) if options.keeper else run(options)
 

@@ -58,8 +58,6 @@ class SpillFile:
         ConfigurationError: no file can be made there.
     """
 
-    writers, readers = 2, 4
-
     def __init__(self, directory: str, capacity: int | None, fd: int | None = None) -> None:
         self.directory = directory
         self._stopped = False

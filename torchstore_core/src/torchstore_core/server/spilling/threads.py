@@ -16,8 +16,9 @@ from torchstore_core.server.spilling.workers import Workers
 from torchstore_core.wire.volumes import spilling as orders
 from torchstore_core.wire.volumes.spilling import Extent, SpillDone, SpillTrouble
 
-#: Among so many threads the pieces of a large value are divided that is read.
+#: How many threads read at the same time.
 READERS = 4
+_WRITERS = 2
 _NICE = 10
 
 
@@ -34,7 +35,6 @@ class SpillDevice(Protocol):
         file_system: what keeps it there: a type of file system, or a protocol; empty if it is not
             known.
         capacity: the most bytes that it may have.
-        writers, readers: how many threads are to write and to read at the same time.
     """
 
     @property
@@ -43,10 +43,6 @@ class SpillDevice(Protocol):
     def file_system(self) -> str: ...
     @property
     def capacity(self) -> int: ...
-    @property
-    def writers(self) -> int: ...
-    @property
-    def readers(self) -> int: ...
 
     @property
     def most(self) -> int:
@@ -125,8 +121,8 @@ class SpillThreads:
     ) -> None:
         self.file = file
         self._memories = [MappedSegment(fd) for fd in memories]
-        self._writers = Workers("torchstore-spill", file.writers, _NICE, soon)
-        self._readers = Workers("torchstore-unspill", file.readers, 0, soon)
+        self._writers = Workers("torchstore-spill", _WRITERS, _NICE, soon)
+        self._readers = Workers("torchstore-unspill", READERS, 0, soon)
         self._freeing = file if isinstance(file, FreeingDevice) else None
         if self._freeing is not None:  # earlier stores may have left something
             self.submit(orders.FreeSpill(0, []), lambda done: None)

@@ -145,8 +145,14 @@ class Bucket:
         names = [str(name).rstrip("/").rpartition("/")[2] for name in found]
         return [name for name in names if name and name != path.rpartition("/")[2]]
 
+    def delete_one(self, name: str) -> None:
+        """Delete an object. Raises OSError, also if that is not permitted."""
+        self._ask("rm_file", self._path(name))
+
     def delete(self, folder: str, names: Iterable[str]) -> None:
-        """Delete objects, also if some do not exist. Raises OSError; some may be deleted then."""
+        """Delete objects, also if some do not exist. Raises OSError; some may be deleted then.
+        Object stores do not always say which ones they have not deleted.
+        """
         paths = [self._path(f"{folder}/{name}") for name in names]
         if self._is_async("bulk_delete"):  # several by one request
             batches = [

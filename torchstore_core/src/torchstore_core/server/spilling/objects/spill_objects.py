@@ -44,8 +44,8 @@ log = logging.getLogger(__name__)
 DEFAULT_CAPACITY = 1 << 40
 _FOLDER = re.compile(r"torchstore-spill-([0-9a-f]+)\.(\d+)\.(\d+)\.(\d+)\.[0-9a-f]+")
 _PROBE = "probe"
-# So many pieces of a value are sent at the same time.
-_AT_ONCE = 4
+# So many pieces of a value are under way at the same time, for each thread; they take memory.
+_AT_ONCE = 2
 # So many objects are deleted in one go; then others have a turn.
 _BATCH = 1000
 
@@ -64,9 +64,6 @@ class SpillObjects:
     Raises:
         ConfigurationError: nothing can be stored there, or no package for such URLs is installed.
     """
-
-    frees = True
-    writers, readers = 4, 8
 
     def __init__(
         self,
@@ -119,7 +116,7 @@ class SpillObjects:
             self._bucket.folder(self.folder)
             self._bucket.wait(self._bucket.put(name, content))
             found = self._bucket.wait(self._bucket.get(name, 0, len(content)))
-            self._bucket.delete(self.folder, [_PROBE])
+            self._bucket.delete_one(name)
         except OSError as error:
             there_is_none = isinstance(error, FileNotFoundError)
             why = "there is no such bucket or folder" if there_is_none else error.strerror
