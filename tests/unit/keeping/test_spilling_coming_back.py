@@ -335,6 +335,11 @@ class AtAUrl(World):
             f"memory://{self.folder}", file.capacity, os.getpid(), self.life, file.folder
         )
 
+    def finish(self) -> None:
+        super().finish()
+        while MemoryFileSystem.store:  # also objects of earlier lives
+            self.turn(wait=True)
+
 
 @pytest.mark.parametrize(
     ("kind", "seed", "disk"),
