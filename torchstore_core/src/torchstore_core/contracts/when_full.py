@@ -21,8 +21,8 @@ __all__ = [
 #: The words, and the numbers that messages have for them.
 WHEN_FULL = {"pinned": 1, "spillable": 2, "evictable": 3}
 
-#: The variable that has the URL for a server that is started, if others are not to see all of it:
-#: the list of processes shows what they were started with.
+#: The variable that has the URL to spill to for a server that is started: the list of processes
+#: shows to all what is on command lines.
 SPILL_URL = "TORCHSTORE_SPILL_URL"
 
 #: How many seconds more the end of a store may take that has to delete what it has at a URL.
