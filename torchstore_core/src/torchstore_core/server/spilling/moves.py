@@ -202,7 +202,7 @@ class Mover:
         for site, occupied in zip(self.sites, extents, strict=True):
             site.space.occupy(occupied, site.file.size)
             if site.file.frees:
-                runs = sorted({run for extent in occupied for run in extent.runs})
+                runs = _merged(run for extent in occupied for run in extent.runs)
                 site.file.submit(orders.KeepSpill(0, runs), _ignore, _always)
         for volume in self._volumes:
             if volume.lost:
@@ -619,7 +619,7 @@ class Mover:
 
     def _tell_freed(self, site: Site) -> None:
         if site.freed and not site.lost:
-            site.file.submit(orders.FreeSpill(0, site.freed), _ignore, _always)
+            site.file.submit(orders.FreeSpill(0, _merged(site.freed)), _ignore, _always)
         site.freed = []
 
     def trim(self) -> None:
@@ -649,6 +649,22 @@ class Mover:
         self._closed = True
         for site in self.sites:
             site.file.close()
+
+
+def _merged(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Parts of a file, as (offset, bytes), with those in one that touch or overlap.
+
+    >>> _merged([(8192, 4096), (0, 4096), (4096, 4096), (0, 4096), (40960, 4096)])
+    [(0, 12288), (40960, 4096)]
+    """
+    merged: list[tuple[int, int]] = []
+    for start, nbytes in sorted(runs):
+        if merged and start <= sum(merged[-1]):
+            first = merged[-1][0]
+            merged[-1] = first, max(sum(merged[-1]), start + nbytes) - first
+        else:
+            merged.append((start, nbytes))
+    return merged
 
 
 def _ignore(done: SpillDone) -> None:

@@ -28,7 +28,9 @@ _WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss
 _S3 = {"s3", "s3a"}
 # Seconds for a request with all attempts to repeat it, and bytes per second that are sent besides.
 _PATIENCE_S = 15.0
-_SLOWEST = 512 << 10
+_SLOWEST = 1 << 20
+# As many bytes as a listing of several hundred thousand names may have.
+_LISTING = 128 << 20
 # A request that has failed is sent again after so many seconds, as often as there are numbers.
 _PAUSES_S = (0.2, 1.0)
 # Attempts of the libraries themselves would not leave time for that.
@@ -139,7 +141,7 @@ class Bucket:
         """The names of what is in a folder, without the folder's own. Raises OSError."""
         path = self._path(folder)
         try:
-            found = self._ask("ls", path, detail=False)
+            found = self._ask("ls", path, detail=False, nbytes=_LISTING)
         except FileNotFoundError:
             return []
         names = [str(name).rstrip("/").rpartition("/")[2] for name in found]

@@ -15,6 +15,7 @@ import logging
 import re
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
@@ -46,6 +47,8 @@ _FOLDER = re.compile(r"torchstore-spill-([0-9a-f]+)\.(\d+)\.(\d+)\.(\d+)\.[0-9a-
 _PROBE = "probe"
 # So many pieces of a value are under way at the same time, for each thread; they take memory.
 _AT_ONCE = 2
+# When nothing could be stored, nothing is tried for so many seconds: each attempt may take long.
+_PAUSE_S = 1.0
 # So many objects are deleted in one go; then others have a turn.
 _BATCH = 1000
 
@@ -91,6 +94,7 @@ class SpillObjects:
         self._freed: list[tuple[int, int]] = []  # before that
         self._unused: deque[str] = deque()
         self._is_swept = False
+        self._failed: tuple[float, OSError] | None = None  # when, and why something was not stored
         self._ends = True
         if folder is None:
             self._layout = Layout()
@@ -347,15 +351,15 @@ class SpillObjects:
         self._bucket.delete(folder, names)
         self._bucket.remove_folder(folder)
 
-    def _all_names(self) -> list[str]:
-        """Of all objects of this store."""
+    def _left_names(self) -> list[str]:
+        """Of objects of this store that it does not know, because a request came late."""
         try:
             return self._bucket.names(self.folder)
         except OSError as error:  # not everybody who may store objects may list them
             if self._layout is None:
                 raise
             log.info("cannot list what is in %s: %s", self.directory, error.strerror)
-            return [*map(str, self._layout.names), *self._unused]
+            return []
 
     # ---- ends -----------------------------------------------------------------------------
 
@@ -384,14 +388,17 @@ class SpillObjects:
         timer.daemon = True
         timer.start()
         try:
-            self._delete_folder(self.folder, self._all_names())
+            if self._layout is not None:  # to list them all may take long
+                known = [*map(str, self._layout.names), *self._unused]
+                self._bucket.delete(self.folder, known)
+            self._delete_folder(self.folder, self._left_names())
         except OSError as error:
             log.warning(
                 "objects are left at %s/%s, for the next store of this host that spills there to "
                 "delete: %s",
                 self.directory,
                 self.folder,
-                error.strerror,
+                f"not within {URL_END_S:.0f} s" if self._is_stopped else error.strerror,
             )
         finally:
             timer.cancel()
@@ -411,6 +418,9 @@ class _Requests:
         self._under_way: deque[tuple[ObjectName, Future[Any]]] = deque()
 
     def __enter__(self) -> _Requests:
+        failed = self._objects._failed
+        if failed is not None and time.monotonic() < failed[0] + _PAUSE_S:
+            raise OSError(failed[1].errno, failed[1].strerror)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -441,8 +451,10 @@ class _Requests:
         name, request = self._under_way.popleft()
         try:
             objects._bucket.wait(request)
-        except OSError:
+        except OSError as error:
             objects._forget([name])  # as above
+            if error.errno != errno.ECANCELED:
+                objects._failed = time.monotonic(), error
             raise
         with objects._lock:
             objects._forget(self._layout.write(name))
