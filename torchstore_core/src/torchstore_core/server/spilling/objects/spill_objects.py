@@ -15,13 +15,13 @@ import logging
 import re
 import secrets
 import threading
-import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from torchstore_core import moments
 from torchstore_core.contracts.when_full import URL_END_S, shown_place
 from torchstore_core.errors import ConfigurationError
 from torchstore_core.machine.processes import pid_namespace, started
@@ -419,7 +419,7 @@ class _Requests:
 
     def __enter__(self) -> _Requests:
         failed = self._objects._failed
-        if failed is not None and time.monotonic() < failed[0] + _PAUSE_S:
+        if failed is not None and moments.monotonic() < failed[0] + _PAUSE_S:
             raise OSError(failed[1].errno, failed[1].strerror)
         return self
 
@@ -454,7 +454,7 @@ class _Requests:
         except OSError as error:
             objects._forget([name])  # as above
             if error.errno != errno.ECANCELED:
-                objects._failed = time.monotonic(), error
+                objects._failed = moments.monotonic(), error
             raise
         with objects._lock:
             objects._forget(self._layout.write(name))
