@@ -630,7 +630,7 @@ class Mover:
         for site in self.sites:
             if site.is_trimming or site.lost:
                 continue
-            tail = site.space.take_tail()
+            tail = None if site.file.frees else site.space.take_tail()
             if tail is None and not site.file.is_filled:
                 continue
             site.is_trimming = True

@@ -233,6 +233,9 @@ class SpillThreads:
                 if order.start >= 0:
                     with contextlib.suppress(OSError):  # it stays on disk, and is used again
                         self.file.cut(order.start)
+                if self._freeing is not None:
+                    with contextlib.suppress(OSError):  # tried again the next time
+                        self._freeing.tidy()
                 return SpillDone(order.id)
             case orders.FreeSpill() | orders.KeepSpill():
                 if self._freeing is not None:

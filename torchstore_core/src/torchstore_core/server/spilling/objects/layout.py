@@ -63,6 +63,33 @@ class Part(NamedTuple):
     to: int
 
 
+def joined(parts: Iterable[Part], gap: int) -> dict[Part, Part]:
+    """Which larger part of an object each of these is read with: one for all between which there
+    are at most ``gap`` bytes.
+
+    >>> name, other = ObjectName(1, 0, 0, 99), ObjectName(1, 1, 99, 99)
+    >>> places = [(name, 50), (name, 12), (other, 12), (name, 0), (other, 0)]
+    >>> parts = [Part(one, at, 9, 7) for one, at in places]
+    >>> [(span.at, span.nbytes) for span in joined(parts, 5).values()]
+    [(0, 21), (0, 21), (50, 9), (0, 21), (0, 21)]
+    """
+    groups: list[list[Part]] = []
+    end = 0
+    for part in sorted(set(parts)):
+        if groups and groups[-1][0].name == part.name and part.at <= end + gap:
+            groups[-1].append(part)
+        else:
+            groups.append([part])
+            end = 0
+        end = max(end, part.at + part.nbytes)
+    spans: dict[Part, Part] = {}
+    for group in groups:
+        start, stop = group[0].at, max(part.at + part.nbytes for part in group)
+        span = Part(group[0].name, start, stop - start, 0)
+        spans.update(dict.fromkeys(group, span))
+    return spans
+
+
 class _Range(NamedTuple):
     end: int
     name: ObjectName

@@ -29,7 +29,7 @@ from torchstore_core.machine.topology import start_time
 from torchstore_core.server.spilling.checksums import checksum
 from torchstore_core.server.spilling.mapped import MappedSegment
 from torchstore_core.server.spilling.objects.bucket import Bucket, OutOfRangeError, protocol_of
-from torchstore_core.server.spilling.objects.layout import Layout, ObjectName, Part
+from torchstore_core.server.spilling.objects.layout import Layout, ObjectName, Part, joined
 from torchstore_core.server.spilling.spill_file import (
     NO_MATCH,
     DamagedError,
@@ -47,6 +47,9 @@ _FOLDER = re.compile(r"torchstore-spill-([0-9a-f]+)\.(\d+)\.(\d+)\.(\d+)\.[0-9a-
 _PROBE = "probe"
 # So many pieces of a value are under way at the same time, for each thread; they take memory.
 _AT_ONCE = 2
+# Small values are read together if so many bytes at most lie between them, and so many requests for
+# them are under way.
+_GAP, _READ_AT_ONCE = 64 << 10, 8
 # When nothing could be stored, nothing is tried for so many seconds: each attempt may take long.
 _PAUSE_S = 1.0
 # So many objects are deleted in one go; then others have a turn.
@@ -82,9 +85,8 @@ class SpillObjects:
         self.folder = folder or _new_folder(owner)
         self._life = life
         self._numbers = itertools.count()
-        self._opened: Bucket | None = (
-            None  # that takes long: a later life of a server does not wait
-        )
+        # To open it takes long, and a server that comes back does not wait for that.
+        self._opened: Bucket | None = None
         self._opening = threading.Lock()
         self._is_stopped = False
         self._lock = threading.Lock()
@@ -210,46 +212,34 @@ class SpillObjects:
     def read_together(
         self, wanted: Sequence[tuple[Extent, Sequence[int]]]
     ) -> list[bytes | OSError]:
-        """Read small values; of each object once, from the first one that is wanted to the last."""
+        """Read small values; what lies close together in an object, by one request."""
         layout = self._known()
         with self._lock:
             found = [layout.find(extent.runs) for extent, _ in wanted]
-        spans: dict[ObjectName, Part] = {}
-        for part in itertools.chain.from_iterable(found):
-            known = spans.get(part.name, part)
-            start = min(known.at, part.at)
-            end = max(known.at + known.nbytes, part.at + part.nbytes)
-            spans[part.name] = Part(part.name, start, end - start, 0)
-        requests = {span: self._get(span) for span in spans.values()}
-        contents: dict[ObjectName, bytes | OSError] = {}
-        for span, request in requests.items():
+        spans = joined(itertools.chain.from_iterable(found), _GAP)
+        contents: dict[Part, bytes | OSError] = {}
+        under_way: deque[tuple[Part, Future[bytes]]] = deque()
+        left = iter(dict.fromkeys(spans.values()))
+        while True:
+            for span in itertools.islice(left, _READ_AT_ONCE - len(under_way)):
+                under_way.append((span, self._get(span)))
+            if not under_way:
+                break
+            span, request = under_way.popleft()
             try:
-                contents[span.name] = self._got(span, request)
+                contents[span] = self._got(span, request)
             except OSError as error:
-                contents[span.name] = error
+                contents[span] = error
         results: list[bytes | OSError] = []
         for (extent, [expected]), parts in zip(wanted, found, strict=True):
             try:
-                results.append(self._value(extent, expected, parts, spans, contents))
+                read = [(part, _cut_out(part, spans[part], contents)) for part in parts]
+                results.append(self._value(extent, expected, read))
             except OSError as error:
                 results.append(error)
         return results
 
-    def _value(
-        self,
-        extent: Extent,
-        expected: int,
-        parts: Sequence[Part],
-        spans: dict[ObjectName, Part],
-        contents: dict[ObjectName, bytes | OSError],
-    ) -> bytes:
-        read: list[tuple[Part, bytes]] = []
-        for part in parts:
-            there = contents[part.name]
-            if isinstance(there, OSError):
-                raise there
-            start = part.at - spans[part.name].at
-            read.append((part, there[start : start + part.nbytes]))
+    def _value(self, extent: Extent, expected: int, read: Sequence[tuple[Part, bytes]]) -> bytes:
         content = self._content(extent.span, read)[extent.head : extent.head + extent.nbytes]
         if checksum(memoryview(content)) != expected:
             raise DamagedError(errno.EIO, NO_MATCH)
@@ -317,8 +307,7 @@ class SpillObjects:
         self._unused.extend(map(str, names))
 
     def cut(self, start: int) -> None:
-        """Nothing is kept of what is not in use."""
-        self.tidy()
+        """Nothing: what is not in use is deleted when that is said."""
 
     def tidy(self) -> None:
         """Delete objects that are not in use, and what dead stores have left. Raises OSError."""
@@ -458,6 +447,14 @@ class _Requests:
             raise
         with objects._lock:
             objects._forget(self._layout.write(name))
+
+
+def _cut_out(part: Part, span: Part, contents: dict[Part, bytes | OSError]) -> bytes:
+    """What was read of a part; raises why it was not."""
+    there = contents[span]
+    if isinstance(there, OSError):
+        raise there
+    return there[part.at - span.at : part.at - span.at + part.nbytes]
 
 
 def _host() -> str:
