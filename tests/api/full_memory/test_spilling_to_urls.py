@@ -142,6 +142,8 @@ async def test_storage_that_is_away_for_a_while(runtime: str, objects: ObjectSto
         assert URL in caught.value.message
         assert "Connection" in (await ts.status()).spill.trouble
         assert any("Connection" in note for note in (await examine(await ts.address(), 10.0)).notes)
+        os.kill((await ts.status()).controller_pid, signal.SIGKILL)
+        assert (await ts.stat("k0")).spilled_bytes  # it comes back all the same
         objects.before = None
 
         async def goes_on() -> bool:
