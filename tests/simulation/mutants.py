@@ -30,7 +30,7 @@ from torchstore_core.server.spilling.policy import Residency, State, Tracked
 from torchstore_core.server.spilling.space import SpillSpace
 from torchstore_core.server.spilling.spilling import Spilling
 from torchstore_core.wire import messages as m
-from torchstore_core.wire.volumes.spilling import SpillDone
+from torchstore_core.wire.volumes.spilling import FreeSpill, SpillDone
 
 __all__ = ["MUTANTS"]
 
@@ -306,6 +306,16 @@ def _forgets_the_disk(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SpillSpace, "occupy", lambda self, extents, file_size: None)
 
 
+def _tells_late_what_is_freed(patch: pytest.MonkeyPatch) -> None:
+    """Objects are told a moment later what is free, when something may have been written there."""
+
+    def late(self: Mover, site: Site, freed: Sequence[tuple[int, int]]) -> None:
+        order = FreeSpill(0, [*freed])
+        self._later(0, lambda: site.file.submit(order, lambda done: None, lambda at: True))
+
+    patch.setattr(Mover, "_free", late)
+
+
 def _forgets_what_was_read(patch: pytest.MonkeyPatch) -> None:
     """What has come back from disk is not recorded."""
     patch.setattr(RecordedSpilling, "_read_ended", lambda self, tracked: None)
@@ -413,6 +423,7 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "drops from memory what is being read": _drops_what_is_read,
     "uses pages of its disk again that are in use": _uses_pages_again,
     "forgets what is on its disk when it comes back": _forgets_the_disk,
+    "tells late what is free at a URL": _tells_late_what_is_freed,
     "forgets what it has read from its disk when it comes back": _forgets_what_was_read,
     "lets requests wait for ever when its disk is full": _lets_wait_for_ever,
     "hears twice the last words of a client that has left": _hears_last_words_twice,

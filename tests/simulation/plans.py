@@ -114,6 +114,7 @@ class Plan(msgspec.Struct, frozen=True):
         refers: whether there are references, so that time counts, see :mod:`.references`.
         kept: whether the server has a keeper, so that it comes back when it is killed.
         pages: of the disk that values are spilled to; 0: there is none.
+        at_a_url: whether it is not a disk, but has objects.
     """
 
     capacities: tuple[int, ...]
@@ -128,6 +129,7 @@ class Plan(msgspec.Struct, frozen=True):
     refers: bool = False
     kept: bool = False
     pages: int = 0
+    at_a_url: bool = False
 
     @property
     def is_timed(self) -> bool:
@@ -220,6 +222,7 @@ def _plan_of(source: random.Random, number: int) -> Plan:
         keys,
         refers,
         pages=pages,
+        at_a_url=pages > 0 and random.Random(number + 3).random() < 0.4,
     )
     if relayed or any(fault.kind == "lose" for fault in faults):  # such a store has no keeper
         return plan

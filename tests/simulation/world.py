@@ -78,7 +78,7 @@ class World:
         self.owners = Owners(self.lives.memories)
         self.halves = [TravellingHalves(self, at) for at in range(len(plan.capacities))]
         self.processes = Processes(self)
-        self.disk = Disk(self) if plan.pages else None
+        self.disk = Disk(self, at_a_url=plan.at_a_url) if plan.pages else None
         self.references = References(self)
         self.here = here()
         self.uplink: Uplink | None = None

@@ -227,7 +227,7 @@ def test_only_one_module_listens() -> None:
 #: decided: files, memory, threads, processes.
 DECIDING = ("controller.py", "reads.py", "index", "memory", "repairing", "spilling")
 DOING = {"volume.py", "isolated.py", "segment.py", "copier_process.py"}
-DOING |= {"threads.py", "workers.py", "spill_file.py", "mapped.py"}
+DOING |= {"threads.py", "workers.py", "spill_file.py", "mapped.py", "bucket.py", "spill_objects.py"}
 IO = {"asyncio", "concurrent", "ctypes", "fcntl", "io", "mmap", "multiprocessing", "os", "pathlib"}
 IO |= {"queue", "select", "selectors", "shutil", "signal", "socket", "subprocess", "tempfile"}
 IO |= {"threading", "uvloop", "open", "input"}

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.object_storage.object_store import BUCKET, object_store
 from tests.support import until
 
 import torchstore_core as ts
@@ -103,7 +104,7 @@ async def test_all_end_with_the_command() -> None:
     [
         (("--strategy", "nonsense"), "plugin"),
         (("--spill", "/proc/nowhere"), "configuration"),
-        (("--spill", "s3://bucket/folder"), "configuration"),
+        (("--spill", "nowhere://bucket/folder"), "configuration"),
         (("--spill-capacity", "1GiB"), "configuration"),
     ],
 )
@@ -127,6 +128,27 @@ async def test_a_directory_to_spill_to_may_be_a_url(tmp_path: Path, directory: P
         client = await ts.connect(ready["address"], timeout=60)
         assert (await client.status()).spill.directory == str(place)
         await ts.shutdown()
+
+
+async def test_object_storage_is_empty_when_the_command_has_ended(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its URL, which may have a password, is in a variable."""
+    with object_store() as objects:
+        monkeypatch.setitem(QUIET, "TORCHSTORE_SPILL_URL", f"s3://{BUCKET}/spilled")
+        for name in [name for name in os.environ if name.startswith("AWS_")]:
+            monkeypatch.setitem(QUIET, name, os.environ[name])
+        arguments = ("--capacity", "8MiB", "--when-full", "spillable")
+        with serving("--directory", str(directory), *arguments) as (process, ready):
+            client = await ts.connect(ready["address"], timeout=60)
+            for at in range(6):
+                await client.put(f"k{at}", torch.full((2 << 20,), at, dtype=torch.uint8))
+            assert (await client.get("k0"))[-1] == 0
+            assert objects.listed()
+            process.terminate()
+            assert await asyncio.to_thread(process.wait, 30) == 0
+            await ts.shutdown()
+        assert not objects.listed()
 
 
 @pytest.mark.parametrize("option", ["--timeout", "--wait"])

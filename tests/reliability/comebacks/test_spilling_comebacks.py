@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.api.full_memory.test_random_use import User
+from tests.object_storage.object_store import BUCKET, object_store
 from tests.reliability.harness import MB, directory_of, is_running, kill
 from tests.support import running_store, until
 
@@ -44,9 +45,9 @@ def _done(tasks: list[asyncio.Future[None]], least: int) -> bool:
     return sum(task.done() for task in tasks) >= least
 
 
-async def through(folder: Path, capacity: int, count: int, nbytes: int, kills: int) -> None:
+async def through(place: Path | str, capacity: int, count: int, nbytes: int, kills: int) -> None:
     """Put ``count`` values into a store that has no memory for them, and kill it meanwhile."""
-    async with running_store(capacity=capacity, spill=folder, timeout=60) as store:
+    async with running_store(capacity=capacity, spill=place, timeout=60) as store:
         directory = directory_of(store.address)
         at_once = asyncio.Semaphore(3)
 
@@ -77,7 +78,8 @@ async def through(folder: Path, capacity: int, count: int, nbytes: int, kills: i
         await lose_the_server()
         assert torch.equal(mapped, value(0, nbytes))
         assert torch.equal(await ts.get("k1"), value(1, nbytes))
-        assert list(folder.iterdir()) == []  # the file has no name
+        if isinstance(place, Path):
+            assert list(place.iterdir()) == []  # the file has no name
         await ts.delete_batch(await ts.keys())
         del mapped
         gc.collect()
@@ -88,6 +90,12 @@ async def through(folder: Path, capacity: int, count: int, nbytes: int, kills: i
 
 async def test_what_is_acknowledged_is_read_back(tmp_path: Path) -> None:
     await through(tmp_path / "spill", 16 * MB, 16, 4 * MB, 2)
+
+
+async def test_what_is_acknowledged_is_read_back_from_object_storage() -> None:
+    with object_store() as objects:
+        await through(f"s3://{BUCKET}/spilled", 16 * MB, 12, 4 * MB, 2)
+        assert not objects.listed()
 
 
 @pytest.mark.soak

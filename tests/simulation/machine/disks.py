@@ -1,7 +1,8 @@
 """A disk to spill to, and the threads that read and write it, in turn with everything else.
 
-The mover and the spill file are the real ones. Only their units are small, so that a few values
-fill pages of the file, some of a page and some of several, and are moved in several jobs.
+The mover and the spill file are the real ones, or the objects at a URL. Only their units are small,
+so that a few values fill pages of the file, some of a page and some of several, and are moved in
+several jobs.
 """
 
 from __future__ import annotations
@@ -13,19 +14,25 @@ import os
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import fsspec  # type: ignore[import-untyped]
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 from tests.simulation.machine.memory import LINE, Memory
+from tests.simulation.promises.violations import Violation
 
 from torchstore_core.machine.directories import file_system
 from torchstore_core.server.spilling import moves, space, spill_file, spilling, threads
+from torchstore_core.server.spilling.objects import bucket
 from torchstore_core.server.spilling.spill_file import SpillFile
 from torchstore_core.wire.volumes import spilling as orders
 from torchstore_core.wire.volumes.spilling import Extent
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
+
+    from torchstore_core.server.server import Server
 
 __all__ = ["DIRECTORY", "PAGE", "Disk", "MappedMemory"]
 
@@ -64,16 +71,33 @@ class Disk:
         failures: how many more reads and writes fail, because of the disk or for lack of memory.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, *, at_a_url: bool) -> None:
         self._world = world
+        self._at_a_url = at_a_url
+        self._objects: dict[str, Any] = {}
         self._numbers: dict[str, int] = {}
         self.files: list[SpillFile] = []
         self.refusals = self.failures = 0
+
+    @property
+    def place(self) -> str:
+        """What servers are told to spill to."""
+        return "simulated://disk" if self._at_a_url else DIRECTORY
+
+    def leave(self, server: Server) -> None:
+        """A server dies: what it has at a URL stays there."""
+        if server._spill_file is not None:
+            server._spill_file.leave()
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Servers use this disk, and threads that take turns."""
         patch.setattr(spill_file, "SpillFile", functools.partial(_File, self))
         patch.setattr(spill_file, "file_system", _file_system)
+        if self._at_a_url:
+            fields = {"store": self._objects, "pseudo_dirs": [""], "disk": self}
+            kind = type("_ObjectsOfOneRun", (_Objects,), fields)
+            fsspec.register_implementation("simulated", kind, clobber=True)
+            patch.setattr(bucket, "_PAUSES_S", ())
         patch.setattr(threads, "Workers", functools.partial(_Threads, self))
         for module in (moves, space, spill_file, orders):
             patch.setattr(module, "_PAGE", PAGE)
@@ -87,7 +111,13 @@ class Disk:
         patch.setattr(spilling, "_MOST_AT_ONCE", 2)
 
     def close(self) -> None:
-        """Nothing is left of it, also if a server has not got far."""
+        """Nothing is left of it, also if a server has not got far.
+
+        Raises:
+            Violation: something is, although all servers have ended.
+        """
+        if self._objects:
+            raise Violation("accounts", f"objects are left: {list(self._objects)}")
         for file in list(self.files):
             file.close()
 
@@ -145,6 +175,32 @@ class _File(SpillFile):
             self._disk.not_read()
             raise
         super()._read(view, extent, at)
+
+
+class _Objects(MemoryFileSystem):  # type: ignore[misc]
+    """Object storage that may refuse writes, and fail."""
+
+    protocol = "simulated"
+    disk: Disk
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return "/" + path.removeprefix("simulated://").strip("/")
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
+        if self.disk.refusals:
+            self.disk.refusals -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.disk.fail()
+        super().pipe_file(path, value, mode=mode, **kwargs)
+
+    def cat_file(self, path: str, start: Any = None, end: Any = None, **kwargs: Any) -> bytes:
+        try:
+            self.disk.fail()
+        except (OSError, MemoryError):
+            self.disk.not_read()
+            raise
+        return bytes(super().cat_file(path, start=start, end=end, **kwargs))
 
 
 class _Threads:

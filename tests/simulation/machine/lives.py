@@ -124,6 +124,9 @@ class _Link(KeeperLink):
             if self.opened is not None:
                 self.opened.count()
 
+    def note(self, **facts: str) -> None:
+        self.facts.update(facts)
+
     def drop(self, name: str) -> None:
         connection = self._held.pop(name, None)
         if connection is not None:
@@ -165,7 +168,9 @@ class Lives:
         world = self._world
         self._life += 1
         link = _Link(self._held, self._facts, self._life) if world.plan.kept else None
-        where = self._memories, world.halves, world.plan.copies, world.plan.pages * PAGE
+        plan = world.plan
+        place = "" if world.disk is None else world.disk.place
+        where = self._memories, world.halves, plan.copies, place, plan.pages * PAGE
         self.server = server_on(world.loop, *where, link)
         self._spilling = self.server.controller.spilling
         if link is not None:
@@ -312,6 +317,8 @@ class Lives:
         log.close()
         self._log = None
         if self._spilling is not None:
+            if world.disk is not None:
+                world.disk.leave(self.server)
             self._spilling.close()
             self._spilling = None
         world.loop.now += _PAUSE_S

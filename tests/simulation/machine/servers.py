@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import msgspec
 import pytest
-from tests.simulation.machine.disks import DIRECTORY, Disk
+from tests.simulation.machine.disks import Disk
 from tests.simulation.machine.halves import TRANSPORT, TravellingHalves
 from tests.simulation.machine.loop import SimulatedLoop
 from tests.simulation.machine.memory import Memory, simulated_volume
@@ -72,18 +72,19 @@ def server_on(
     memories: Sequence[Memory],
     halves: Sequence[TravellingHalves],
     copies: int,
+    place: str,
     spill_capacity: int,
     keeper: KeeperLink | None = None,
 ) -> Server:
     """A server of its own that does not listen anywhere; with a keeper, the next life of one.
 
-    ``spill_capacity``: what of it is not pinned may be spilled; 0: it has no disk.
+    ``place``: what is not pinned may be spilled there; empty: it has no disk.
     """
     server = Server.__new__(Server)
     vars(server).update(vars(_pattern()))
     server._keeper = keeper
-    if spill_capacity:
-        there = {"spill": DIRECTORY, "spill_capacity": spill_capacity, "when_full": "spillable"}
+    if place:
+        there = {"spill": place, "spill_capacity": spill_capacity, "when_full": "spillable"}
         server.options = msgspec.structs.replace(server.options, **there)
         server._spill_file = server._open_spill_file()
     server.conversations = _InOrder()

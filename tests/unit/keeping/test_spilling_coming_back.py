@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 from tests.simulation.promises.states import state_of
 from tests.unit.references.test_holds import singleton
 from tests.unit.server.test_controller import HERE, META, facts, volumes
@@ -27,6 +28,7 @@ from torchstore_core.server.keeping.recorded import RecordedController
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.spilling.delays import Delayed
 from torchstore_core.server.spilling.moves import Mover
+from torchstore_core.server.spilling.objects.spill_objects import SpillObjects
 from torchstore_core.server.spilling.policy import State, Tracked
 from torchstore_core.server.spilling.spill_file import SpillFile
 from torchstore_core.wire import messages as m
@@ -64,12 +66,20 @@ class World:
         self.cached: dict[str, bytes] = {}
         self.leased: list[int] = []
         self.waiting: list[Callable[[], None]] = []
-        self.file = SpillFile(str(folder), disk)
+        self.file = self.new_file(disk)
         self.restarts = self.away = self.reading = self.answered = 0
         self.begin(self.file)
         self.session: SessionRecord = self.controller.open_session(facts(), HERE)
 
-    def begin(self, file: SpillFile) -> None:
+    def new_file(self, disk: int) -> Any:
+        """What values are spilled to."""
+        return SpillFile(str(self.folder), disk)
+
+    def file_again(self) -> Any:
+        """The same for the next life, before this one has let go of it."""
+        return SpillFile(str(self.folder), self.file.capacity, os.dup(self.file.fd))
+
+    def begin(self, file: Any) -> None:
         """One life of the server."""
         self.file = file
         self.soon: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -97,10 +107,10 @@ class World:
             self.controller.write_state(self.logs[-1])
         before, known = state_of(self.controller), self.known()
         self.reading += bool(self.mover.reading)
-        token, fd = self.session.token, os.dup(self.file.fd)
+        token, file = self.session.token, self.file_again()
         self.mover.close()
         waiting, self.waiting = self.waiting, []
-        self.begin(SpillFile(str(self.folder), self.file.capacity, fd))
+        self.begin(file)
         assert state_of(self.controller) == before
         assert self.known() == known
         self.session = self.controller.sessions[token]
@@ -309,21 +319,51 @@ class World:
             log.close()
 
 
+class AtAUrl(World):
+    """One that spills to objects, in the memory of this process."""
+
+    life = 1
+
+    def new_file(self, disk: int) -> Any:
+        return SpillObjects(f"memory://{self.folder}", disk, os.getpid())
+
+    def file_again(self) -> Any:
+        self.life += 1
+        file = self.file
+        file.leave()
+        return SpillObjects(
+            f"memory://{self.folder}", file.capacity, os.getpid(), self.life, file.folder
+        )
+
+    def finish(self) -> None:
+        super().finish()
+        while MemoryFileSystem.store:  # also objects of earlier lives
+            self.turn(wait=True)
+
+
 @pytest.mark.parametrize(
-    ("seed", "disk"), [(0, 4 << 20), (1, 4 << 20), (2, 384 << 10), (4, 384 << 10)]
+    ("kind", "seed", "disk"),
+    [
+        *((World, seed, 4 << 20) for seed in (0, 1)),
+        *((World, seed, 384 << 10) for seed in (2, 4)),
+        *((AtAUrl, seed, disk) for seed, disk in ((0, 4 << 20), (2, 384 << 10))),
+    ],
 )
-def test_what_is_on_disk_is_there_again(tmp_path: Path, seed: int, disk: int) -> None:
+def test_what_is_on_disk_is_there_again(
+    tmp_path: Path, kind: type[World], seed: int, disk: int
+) -> None:
     """Where values lie, in memory and on disk, is what it was; also while some are being read, and
     when copies on disk are given up because the disk is full.
     """
     with volumes(CAPACITY) as records:
-        world = World(tmp_path, records, seed, disk)
+        world = kind(tmp_path, records, seed, disk)
         try:
             world.live()
             world.finish()
         finally:
             world.close()
     assert not list(tmp_path.iterdir())
+    assert not MemoryFileSystem.store
 
 
 def begin_reading(world: World) -> Tracked:

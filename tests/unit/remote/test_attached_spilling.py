@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 from tests.support import noise, until
 from tests.unit.remote.attached import CAPACITY, Attached, attached
 from tests.unit.remote.relays import Backstage
@@ -54,8 +55,10 @@ def _content(at: int) -> torch.Tensor:
     return noise(nbytes, at)
 
 
-async def test_more_than_fits_into_memory(stage: Backstage, tmp_path: Path) -> None:
-    spills = {"spill": str(tmp_path), "when_full": "spillable", "spill_capacity": 1 << 30}
+@pytest.mark.parametrize("url", ["", "memory://"], ids=["files", "objects"])
+async def test_more_than_fits_into_memory(stage: Backstage, tmp_path: Path, url: str) -> None:
+    place = f"{url}{tmp_path}"
+    spills = {"spill": place, "when_full": "spillable", "spill_capacity": 1 << 30}
     async with attached(stage, tmp_path, 2, **spills) as made:
         client = await _client(made, 2)
         count = 120
@@ -67,7 +70,7 @@ async def test_more_than_fits_into_memory(stage: Backstage, tmp_path: Path) -> N
         status = (await client.status()).spill
         assert status.spilled_bytes > count // 3 * 5 * MB - 2 * CAPACITY
         assert status.capacity_bytes == 1 << 30
-        assert status.directory == str(tmp_path)
+        assert status.directory == place
         assert 0 < status.disk_bytes < status.capacity_bytes
         assert [site.space.capacity for site in _mover(made).sites] == [1 << 29] * 2
         assert all(site.space.used > 10 * MB for site in _mover(made).sites)
@@ -84,8 +87,13 @@ async def test_more_than_fits_into_memory(stage: Backstage, tmp_path: Path) -> N
         assert torch.equal(first, _content(3))  # it is leased all the time
         status = (await client.status()).spill
         assert status.read_bytes > 60 * MB
+        assert bool(url) == bool(MemoryFileSystem.store)
         await client.delete_batch([f"k{at}" for at in range(count)])
         await until(lambda: _mover(made).used == 0)
+        await until(lambda: not MemoryFileSystem.store)
+        await client.put_batch({f"k{at}": _content(3 * at) for at in range(12)})  # it is left there
+        await client.put_batch({f"k{at}": _content(3 * at) for at in range(12)})
+    assert not MemoryFileSystem.store
 
 
 async def test_a_disk_of_a_volume_that_is_full(

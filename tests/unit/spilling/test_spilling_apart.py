@@ -31,7 +31,7 @@ class Apart(World):
 
     fds: tuple[int | None, ...] = (None, None)
 
-    def begin(self, file: SpillFile) -> None:
+    def begin(self, file: Any) -> None:
         """One life of the server; of the world above, the file is not used."""
         self.file = file
         self.soon = queue.SimpleQueue()

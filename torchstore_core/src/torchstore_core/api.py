@@ -91,12 +91,17 @@ async def initialize(
         prefer: transports to use first (also TORCHSTORE_PREFER, comma-separated).
         block: plug-ins of any kind that must not be loaded, here and in the server (also
             TORCHSTORE_BLOCK).
-        spill: a directory, on a disk of the server's host; if volumes are in other processes,
-            on a disk of the host of each. If memory is nearly full, values that may be spilled are
-            written to an unnamed file there, the least recently used first; a get reads them back.
-            Nothing is left there when the server ends, however it ends.
+        spill: where values that may be spilled are written to when memory is nearly full, the least
+            recently used first; a get reads them back. Either a directory, on a disk of the
+            server's host (if volumes are in other processes, of the host of each), for an unnamed
+            file; nothing is left there when the server ends, however it ends. Or any URL of fsspec,
+            such as ``s3://bucket/prefix``, for objects in a folder of this store's own, which are
+            deleted when it ends; if its processes are killed, by the next store of the host that
+            spills there. Credentials and addresses are those of the environment and of
+            ``fsspec.config.conf``.
         spill_capacity: the most bytes that the whole store spills, of which each volume has an
-            equal part if volumes are in other processes; None: as many as are free at the start.
+            equal part if volumes are in other processes; None: as many as are free at the start,
+            and 1 TiB at a URL.
         when_full: what is done with the values of puts that do not say, when memory is full, see
             :meth:`Client.put`; None: ``"pinned"``, but ``"spillable"`` for state dicts of which
             older versions are kept (``keep=``), if there is ``spill``.
@@ -111,7 +116,8 @@ async def initialize(
 
     Raises:
         ConfigurationError: an argument is invalid or names a plug-in that is not installed, or
-            nothing can be written to ``spill``, or the runtime has no keeper, or this process
+            nothing can be written to ``spill`` or the package for such URLs is not installed, or
+            the runtime has no keeper, or this process
             already has such a store: :func:`connect_or_initialize` returns that one.
         PluginError: an unknown or broken runtime or strategy, or two packages claim one name.
         StoreFullError: the system does not provide enough address space for a volume.

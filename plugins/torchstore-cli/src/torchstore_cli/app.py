@@ -16,7 +16,7 @@ import msgspec
 
 from torchstore_cli.reports import Failed, Report, Serving
 from torchstore_core import __version__
-from torchstore_core.contracts.when_full import WHEN_FULL, check_spill
+from torchstore_core.contracts.when_full import SPILL_URL, WHEN_FULL, check_spill
 from torchstore_core.errors import ConfigurationError, TorchStoreError
 from torchstore_core.reports.units import parse_bytes
 
@@ -297,14 +297,16 @@ def bench(settings: _Settings, size: int, transports: bool, save: bool) -> None:
 )
 @click.option(
     "--spill",
-    metavar="DIRECTORY",
-    help="Directory on a disk, for values that leave memory when it is full.",
+    metavar="PLACE",
+    envvar=SPILL_URL,
+    help="Directory on a disk, or URL such as s3://bucket/prefix, for values that leave memory "
+    f"when it is full (also {SPILL_URL}).",
 )
 @click.option(
     "--spill-capacity",
     metavar="SIZE",
     callback=_bytes,
-    help="Most bytes to spill. Default: as many as are free.",
+    help="Most bytes to spill. Default: as many as are free, or 1 TiB at a URL.",
 )
 @click.option(
     "--when-full",

@@ -116,7 +116,7 @@ class VolumePlan(msgspec.Struct, frozen=True):
     Args:
         capacity: in bytes; None: an equal part of half of the host's memory.
         sharing: the number of volumes that share this half.
-        spill: the directory, on this host, of the file to which the volume spills; None: it does
+        spill: the directory, on this host, or the URL to which the volume spills; None: it does
             not.
         spill_capacity: the most bytes of that; None: an equal part of what is free there.
     """

@@ -50,13 +50,16 @@ async def _is_there(key: str, begin: int, end: int) -> bool:
     return True
 
 
-async def test_more_than_fits_and_a_server_that_is_killed(two_hosts: Job, tmp_path: Path) -> None:
-    where = {"spill": str(tmp_path), "spill_capacity": 256 * MB}
+@pytest.mark.parametrize("url", ["", "memory://me:secret@"], ids=["files", "objects"])
+async def test_more_than_fits_and_a_server_that_is_killed(
+    two_hosts: Job, tmp_path: Path, url: str
+) -> None:
+    where = {"spill": f"{url}{tmp_path}", "spill_capacity": 256 * MB}
     await two_hosts.root(acts.initialize_on_hosts, {**SPILLS, **where})
     await asyncio.gather(*[two_hosts.at(n, _put, f"host{n}/", 0, 24) for n in (0, 1)])
     before = await two_hosts.root(acts.status)
     assert before.spill.capacity_bytes == 256 * MB
-    assert before.spill.directory == str(tmp_path)
+    assert before.spill.directory == f"{url and 'memory://***@'}{tmp_path}"
     assert before.spill.spilled_bytes > 2 * (24 * MB - 16 * MB)
     working = [
         *[asyncio.ensure_future(two_hosts.at(n, _put, f"host{n}/", 24, 48)) for n in (0, 1)],

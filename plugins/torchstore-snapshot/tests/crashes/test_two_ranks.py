@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from tests.object_storage import object_store as _stores
 from tests.processes import Script
 from tests.support import disk_of, until
 
@@ -27,7 +28,6 @@ from torchstore_snapshot.storage.opening import open_storage
 
 _running = importlib.import_module("plugins.torchstore-snapshot.tests.crashes.running")
 mark, started = _running.mark, _running.started
-_stores = importlib.import_module("plugins.torchstore-snapshot.tests.storage.object_store")
 
 _RANK = """
 import os

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import os
 import tempfile
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from tests.object_storage import object_store as _server
 from tests.processes import Script, run_script
 from tests.support import until
 
@@ -26,8 +26,6 @@ from torchstore_snapshot.series.retiring import mend_maps
 from torchstore_snapshot.series.survey import folder_name
 from torchstore_snapshot.storage.opening import open_storage
 from torchstore_snapshot.taking.take import TakeOptions, commit, discard, prepare, write
-
-_server = importlib.import_module("plugins.torchstore-snapshot.tests.storage.object_store")
 
 
 def state(fill: float) -> dict[str, StateDict]:

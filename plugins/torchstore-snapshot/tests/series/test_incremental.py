@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from tests.object_storage import object_store as _server
 
 import torchstore_core as ts
 from torchstore_snapshot import (
@@ -22,8 +22,6 @@ from torchstore_snapshot import (
 )
 from torchstore_snapshot.series.survey import Place
 from torchstore_snapshot.storage.opening import open_storage
-
-_server = importlib.import_module("plugins.torchstore-snapshot.tests.storage.object_store")
 
 
 @pytest.fixture(params=["files", "memory", "objects"])

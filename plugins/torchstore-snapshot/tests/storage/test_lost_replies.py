@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tests.object_storage import object_store as _server
 from torch.distributed.checkpoint import CheckpointException
 
 from torchstore_snapshot import Snapshot, SnapshotUndecidedError, StateDict, gc
@@ -19,7 +20,6 @@ from torchstore_snapshot.series.claims import claims_in
 from torchstore_snapshot.storage import remote
 from torchstore_snapshot.storage.opening import open_storage
 
-_server = importlib.import_module("plugins.torchstore-snapshot.tests.storage.object_store")
 _objects = importlib.import_module("plugins.torchstore-snapshot.tests.storage.test_object_storage")
 FOLDER = f"s3://{_server.BUCKET}/run"
 URL = f"{FOLDER}/step-1"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import json
 import os
@@ -17,6 +16,7 @@ import fsspec  # type: ignore[import-untyped]
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tests.object_storage import object_store as _server
 from tests.processes import run_script
 from tests.support import SMALL
 
@@ -44,7 +44,6 @@ from torchstore_snapshot.restoring import fetching, reading
 from torchstore_snapshot.storage import remote
 from torchstore_snapshot.storage.opening import open_storage
 
-_server = importlib.import_module("plugins.torchstore-snapshot.tests.storage.object_store")
 URL = f"s3://{_server.BUCKET}/run/step-1"
 
 

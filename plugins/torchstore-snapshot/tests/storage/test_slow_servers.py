@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from tests.object_storage import object_store as _server
 from tests.support import until
 
 from torchstore_snapshot import Snapshot, SnapshotUnavailableError, StateDict, gc
 from torchstore_snapshot.storage import asking, multipart
 from torchstore_snapshot.storage.opening import open_storage
 
-_server = importlib.import_module("plugins.torchstore-snapshot.tests.storage.object_store")
 FOLDER = f"s3://{_server.BUCKET}/run"
 URL = f"{FOLDER}/step-1"
 

@@ -23,10 +23,10 @@ class StoreOptions(msgspec.Struct, frozen=True):
         prefault: bytes of memory to warm in the background; None: derived from the capacity.
         timeout: seconds to wait for the server to start.
         block: names of plug-ins that the server must not load.
-        spill: the directory to which the server spills values, or each volume of another process
-            on its host; None: nothing is spilled.
+        spill: the directory, or the URL, to which the server spills values, or each volume of
+            another process on its host; None: nothing is spilled. A URL may have secrets.
         spill_capacity: the most bytes to spill, of all volumes together; None: as many as are free
-            at the start.
+            at the start, or 1 TiB at a URL.
         when_full: what is done when memory is full with values whose put does not say it, see
             ``contracts.when_full``.
         repair_bandwidth: the most bytes per second that the store copies by itself, see

@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import os
+import re
 
 from torchstore_core.errors import ConfigurationError
 
-__all__ = ["WHEN_FULL", "check_spill", "check_when_full", "when_full_code"]
+__all__ = [
+    "SPILL_URL",
+    "URL_END_S",
+    "WHEN_FULL",
+    "check_spill",
+    "check_when_full",
+    "is_url",
+    "shown_place",
+    "when_full_code",
+]
 
 #: The words, and the numbers that messages have for them.
 WHEN_FULL = {"pinned": 1, "spillable": 2, "evictable": 3}
+
+#: The variable that has the URL to spill to for a server that is started: the list of processes
+#: shows to all what is on command lines.
+SPILL_URL = "TORCHSTORE_SPILL_URL"
+
+#: How many seconds more the end of a store may take that has to delete what it has at a URL.
+URL_END_S = 8.0
 
 
 def when_full_code(word: object) -> int:
@@ -39,15 +56,19 @@ def check_when_full(word: str | None, spill: str | None) -> None:
     when_full_code(word)
     if word == "spillable" and spill is None:
         raise ConfigurationError(
-            'when_full="spillable" needs a place to spill to: pass spill= (a directory), too'
+            'when_full="spillable" needs a place to spill to: pass spill= (a directory or URL), too'
         )
 
 
 def check_spill(spill: object, capacity: object) -> str | None:
-    """Return the directory to spill to, as an absolute path; None if nothing is to be spilled.
+    """Return the place to spill to: the absolute path of a directory, or a URL; None if nothing is
+    to be spilled.
 
     Raises:
-        ConfigurationError: it is not a path, or the capacity is not a number of bytes.
+        ConfigurationError: it is neither, or the capacity is not a number of bytes.
+
+    >>> check_spill("file:///local/disk", None), check_spill("s3://bucket/prefix/", None)
+    ('/local/disk', 's3://bucket/prefix')
     """
     if capacity is not None and (type(capacity) is not int or capacity < 4096):
         raise ConfigurationError(
@@ -55,19 +76,36 @@ def check_spill(spill: object, capacity: object) -> str | None:
         )
     if spill is None:
         if capacity is not None:
-            raise ConfigurationError("spill_capacity= needs spill=, the directory to spill to")
+            raise ConfigurationError("spill_capacity= needs spill=, the place to spill to")
         return None
     if not isinstance(spill, str | os.PathLike):
-        raise ConfigurationError(f"spill is the path of a directory, or None, not {spill!r}")
+        raise ConfigurationError(f"spill is the path of a directory, a URL, or None, not {spill!r}")
     path = os.fspath(spill)
     if not isinstance(path, str) or not path:
-        raise ConfigurationError(f"spill is the path of a directory, not {path!r}")
+        raise ConfigurationError(f"spill is the path of a directory, or a URL, not {path!r}")
     scheme, separator, rest = path.partition("://")
-    if separator and scheme != "file":
-        raise ConfigurationError(
-            f"spill={path!r}: a store spills to a directory of a local disk. Object storage and "
-            "other URLs would need a back end for spilling, and there is none for "
-            f"{scheme!r} yet; to keep copies there, take snapshots (torchstore-snapshot)",
-            details={"spill": path},
-        )
+    if separator and scheme not in ("file", "local"):
+        if not scheme:
+            raise ConfigurationError(f"spill={path!r} is a URL without a protocol")
+        return path.rstrip("/") if rest.rstrip("/") else path
     return os.path.abspath(os.path.expanduser(rest if separator else path))
+
+
+def is_url(place: str) -> bool:
+    """Whether a place to spill to, as :func:`check_spill` returns it, is a URL."""
+    return "://" in place
+
+
+def shown_place(place: str) -> str:
+    """A place to spill to for people and logs: without what only its user may know.
+
+    >>> shown_place("ftp://me:secret@host/a?token=b"), shown_place("s3://bucket/a")
+    ('ftp://***@host/a?***', 's3://bucket/a')
+    """
+    if not is_url(place):
+        return place
+    return _QUERY.sub(r"\1***", _USER.sub("://***@", place))
+
+
+_USER = re.compile(r"://[^/]*@")
+_QUERY = re.compile(r"([?#])[^:]*")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from torchstore_core.contracts.when_full import is_url
 from torchstore_core.reports.repairs import RepairStatus
 from torchstore_core.reports.stat import Pending
 from torchstore_core.reports.summaries import MOST_SHOWN, count_text, pending_text, pretty
@@ -68,7 +69,8 @@ class SpillStatus(msgspec.Struct, frozen=True):
     """What has left memory because it was full, and where to.
 
     Args:
-        directory: where values are spilled to; empty if the store does not spill.
+        directory: where values are spilled to, a directory or a URL without what is secret of it;
+            empty if the store does not spill.
         capacity_bytes: the most bytes to spill.
         disk_bytes: bytes of the disk that are in use.
         spilled: how many values are only on disk now.
@@ -78,7 +80,8 @@ class SpillStatus(msgspec.Struct, frozen=True):
         written_bytes, read_bytes: how much has been written to disk, and read back, so far.
         evicted, evicted_bytes: how many values have been evicted so far, and their bytes.
         trouble: why nothing could be written the last time; empty if it could.
-        file_system: the type of the directory's file system; empty if it is not known.
+        file_system: the type of the directory's file system, or the protocol of the URL; empty if
+            it is not known.
         left_bytes: how many more bytes can be spilled, as far as is known: others may use the same
             disk.
     """
@@ -105,7 +108,8 @@ class SpillStatus(msgspec.Struct, frozen=True):
             parts.append(
                 f"{human_bytes(self.spilled_bytes)} in {count_text(self.spilled, 'value')} spilled "
                 f"to {self.directory}, {human_bytes(self.disk_bytes)} of "
-                f"{human_bytes(self.capacity_bytes)} on disk used"
+                f"{human_bytes(self.capacity_bytes)} {'' if is_url(self.directory) else 'on disk '}"
+                "used"
             )
         if self.evicted:
             parts.append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import errno
+import functools
 import logging
 import os
 import shutil
@@ -12,10 +13,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
 from torchstore_core.clients.calls.thread_loops import in_thread
+from torchstore_core.contracts.when_full import SPILL_URL, URL_END_S, is_url, shown_place
 from torchstore_core.errors import (
     ConfigurationError,
     StoreClosedError,
@@ -49,6 +52,7 @@ class ServerProcess:
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._start_cancelled = False
+        self._kill_after_s = _KILL_AFTER_S
 
     async def launch(self, config: Mapping[str, object], timeout: float) -> str:
         """Start the server; returns its address.
@@ -78,9 +82,15 @@ class ServerProcess:
         # -P: the server must not import modules that happen to be in the current directory. It gets
         # a process session of its own, so that Ctrl-C goes only to the owner, which then stops it.
         command = [sys.executable, "-P", "-m", "torchstore_core.server"]
+        spill = config.get("spill")
+        more: dict[str, str] = {}
+        if isinstance(spill, str) and is_url(spill) and not config.get("attached"):
+            self._kill_after_s = _KILL_AFTER_S + URL_END_S
+            config, more = {**config, "spill": shown_place(spill)}, _for_url(spill)
         command.append(msgspec.json.encode(config).decode())
         try:
-            line = await asyncio.wait_for(in_thread(lambda: self._launch(command)), timeout)
+            launch = functools.partial(self._launch, command, {**os.environ, **more})
+            line = await asyncio.wait_for(in_thread(launch), timeout)
             return self._address(line)
         except TimeoutError as error:
             await self._cancel_start()
@@ -94,7 +104,7 @@ class ServerProcess:
             await self._cancel_start()
             raise
 
-    def _launch(self, command: list[str]) -> bytes:
+    def _launch(self, command: list[str], environment: Mapping[str, str]) -> bytes:
         """Start the server, wait until it is ready, and return the line that it prints then.
 
         Runs in a thread, which continues if the caller is cancelled: see :meth:`_cancel_start`.
@@ -108,6 +118,7 @@ class ServerProcess:
                         command,
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.PIPE,
+                        env=environment,
                         start_new_session=True,
                     )
             except OSError as error:
@@ -194,7 +205,7 @@ class ServerProcess:
         if process is None:
             return
         try:
-            process.wait(min(timeout, _KILL_AFTER_S))
+            process.wait(min(timeout, self._kill_after_s))
         except subprocess.TimeoutExpired:
             log.warning("server %d does not end by itself; killing it", process.pid)
             process.kill()
@@ -211,4 +222,27 @@ class ServerProcess:
             return
         self.exiting = True
         self._process.terminate()
-        self._end(_KILL_AFTER_S)
+        self._end(self._kill_after_s)
+
+
+def _for_url(url: str) -> dict[str, str]:
+    """What the environment of a server has to have that spills to a URL: the URL, and how this
+    program has configured fsspec for its protocols.
+
+    Raises:
+        ConfigurationError: that cannot be sent to another process.
+    """
+    found = {SPILL_URL: url}
+    fsspec: Any = sys.modules.get("fsspec")
+    for part in url.split("::") if fsspec is not None else ():
+        protocol = part.partition("://")[0]
+        if configured := fsspec.config.conf.get(protocol):
+            try:
+                found[f"FSSPEC_{protocol.upper()}"] = msgspec.json.encode(configured).decode()
+            except TypeError as error:
+                raise ConfigurationError(
+                    f"spill={shown_place(url)!r}: another process spills, which cannot be sent "
+                    f"fsspec.config.conf[{protocol!r}]: {error}; set environment variables instead",
+                    details={"spill": shown_place(url)},
+                ) from error
+    return found

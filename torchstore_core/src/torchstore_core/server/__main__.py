@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from torchstore_core.contracts.when_full import SPILL_URL, URL_END_S, is_url
 from torchstore_core.errors import (
     ConfigurationError,
     StoreFullError,
@@ -98,13 +99,14 @@ def keep(
     open_standard()
     # Here is imported, once, what all lives of the server need; one without a keeper does not.
     from torchstore_core.server.keeping import compaction, recorded, returning  # noqa: F401
-    from torchstore_core.server.keeping.keeper import Keeper
+    from torchstore_core.server.keeping.keeper import END_S, Keeper
 
     _loop_factory()
     serve = functools.partial(run, options, None)
     try:
         with descriptors("the keeper of a store"):
-            return Keeper(serve, started, owner).run()
+            more_s = URL_END_S if options.spill is not None and is_url(options.spill) else 0.0
+            return Keeper(serve, started, owner, END_S + more_s).run()
     except (TorchStoreError, OSError) as error:
         return _cannot_start(error, started)
 
@@ -226,6 +228,9 @@ def main() -> int:
         _say({"error": error.code, "message": error.message})
         return 1
     options = msgspec.json.decode(sys.argv[1].encode(), type=ProcessOptions)
+    spill = os.environ.pop(SPILL_URL, None)
+    if spill and options.spill and is_url(options.spill):
+        options = msgspec.structs.replace(options, spill=spill)
     return keep(options, _say_last, options.owner) if options.keeper else run(options)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from torchstore_core.contracts.when_full import WHEN_FULL, check_when_full
+from torchstore_core.contracts.when_full import WHEN_FULL, check_when_full, is_url, shown_place
 from torchstore_core.errors import (
     ConfigurationError,
     StoreClosedError,
@@ -54,6 +54,7 @@ from torchstore_core.wire import messages as m
 if TYPE_CHECKING:
     from torchstore_core.server.keeping.compaction import Compaction
     from torchstore_core.server.keeping.returning import Returning
+    from torchstore_core.server.spilling.objects.spill_objects import SpillObjects
     from torchstore_core.server.spilling.spill_file import SpillFile
 
 log = logging.getLogger(__name__)
@@ -67,6 +68,8 @@ _CONTROL = "control"
 _SESSION = "session "
 # The name by which it has the spill file, and how large that may become.
 _SPILL = "spill"
+# The name by which it knows the folder of objects that are spilled.
+_SPILL_FOLDER = "spill folder"
 # What precedes the index of a volume in the name by which it knows one of another process.
 _VOLUME = "volume "
 
@@ -82,8 +85,9 @@ class ServerOptions(msgspec.Struct, frozen=True):
         prefault: bytes to warm at the start; None: up to 1 GiB, at most half of the capacity and
             an eighth of the memory limit; 0: never warm anything in the background.
         strategy, strategy_fields: the name and the encoded fields of the strategy.
-        spill: the directory to spill to; None: nothing is spilled.
-        spill_capacity: the most bytes to spill; None: as many as are free at the start.
+        spill: the directory or URL to spill to; None: nothing is spilled.
+        spill_capacity: the most bytes to spill; None: as many as are free at the start, or 1 TiB
+            at a URL.
         when_full: what is done when memory is full with values whose put does not say it:
             "pinned", "spillable" or "evictable"; None: pinned, but spillable if older versions are
             kept and there is a directory to spill to.
@@ -161,7 +165,7 @@ class Server:
         self._stopped = asyncio.Event()
         self._all_gone = asyncio.Event()
         self._directory: PrivateDirectory | None = None
-        self._spill_file: SpillFile | None = None
+        self._spill_file: SpillFile | SpillObjects | None = None
         self.before_close: Callable[[int], Awaitable[None]] | None = None
         self.owner = 0
         self.members: Members | None = None
@@ -214,7 +218,7 @@ class Server:
             self._say_started()
         return self._address
 
-    def _open_spill_file(self) -> SpillFile | None:
+    def _open_spill_file(self) -> SpillFile | SpillObjects | None:
         options = self.options
         check_when_full(options.when_full, options.spill)
         if options.spill is None:
@@ -226,18 +230,32 @@ class Server:
                     "cannot be spilled by volumes in processes of their own: a value has one copy "
                     "on disk, which is lost with its volume. Leave out spill=, or use a strategy "
                     "without copies",
-                    details={"spill": options.spill},
+                    details={"spill": shown_place(options.spill)},
                 )
             return None
+        keeper = self._keeper
+        if is_url(options.spill):
+            return self._open_spill_objects(options.spill, keeper)
         from torchstore_core.server.spilling.spill_file import SpillFile
 
-        keeper = self._keeper
         if keeper is None:
             return SpillFile(options.spill, options.spill_capacity)
         capacity, there = options.spill_capacity, keeper.facts.get(_SPILL)
         file = SpillFile(options.spill, int(there) if there else capacity, keeper.kept(_SPILL))
         keeper.keep(_SPILL, file.fd, **{_SPILL: str(file.capacity)})
         return file
+
+    def _open_spill_objects(self, url: str, keeper: KeeperLink | None) -> SpillObjects:
+        from torchstore_core.server.spilling.objects.spill_objects import SpillObjects
+
+        capacity = self.options.spill_capacity
+        if keeper is None:
+            return SpillObjects(url, capacity, os.getpid())
+        folder, keeper_pid = keeper.facts.get(_SPILL_FOLDER), os.getppid()
+        objects = SpillObjects(url, capacity, keeper_pid, keeper.life, folder)
+        if folder is None:
+            keeper.note(**{_SPILL_FOLDER: objects.folder})
+        return objects
 
     @property
     def life(self) -> int:
@@ -294,7 +312,7 @@ class Server:
 
             files = [self._attached[volume.index].spilled for volume in volumes]
             sites = [Site(file.capacity, file) for file in files if file is not None]
-            mover = Mover(self.options.spill, sites, volumes, by_volume=True)
+            mover = Mover(shown_place(self.options.spill), sites, volumes, by_volume=True)
         elif self._spill_file is not None:
             from torchstore_core.server.spilling.moves import Mover
 
@@ -451,6 +469,8 @@ class Server:
 
     async def close(self) -> None:
         """Stop listening, close every connection, release memory, and remove the directory."""
+        if not self._stopping and self._spill_file is not None and self.life > 1:
+            self._spill_file.leave()
         self._stopping = True  # from now on, clients that leave are not logged
         self._watcher.close()
         for volume in self._attached.values():

@@ -68,7 +68,9 @@ from torchstore_core.wire.volumes.memory import Warmed as Warmed
 from torchstore_core.wire.volumes.memory import WatchProcess as WatchProcess
 from torchstore_core.wire.volumes.spilling import CutSpill as CutSpill
 from torchstore_core.wire.volumes.spilling import Extent as Extent
+from torchstore_core.wire.volumes.spilling import FreeSpill as FreeSpill
 from torchstore_core.wire.volumes.spilling import HurrySpill as HurrySpill
+from torchstore_core.wire.volumes.spilling import KeepSpill as KeepSpill
 from torchstore_core.wire.volumes.spilling import Place as Place
 from torchstore_core.wire.volumes.spilling import ReadPieces as ReadPieces
 from torchstore_core.wire.volumes.spilling import ReadTogether as ReadTogether
@@ -790,6 +792,8 @@ Reply = (
     | ReadPieces
     | ReadTogether
     | CutSpill
+    | FreeSpill
+    | KeepSpill
     | HurrySpill
     | WatchProcess
     | PeerHandshake

@@ -17,7 +17,7 @@ def spill_notes(status: m.StatusReport) -> Iterator[str]:
     if not spill.directory:
         return
     name = f"store {status.store_name!r} spills to {spill.directory}"
-    if spill.file_system in MEMORY_FILE_SYSTEMS:
+    if spill.file_system in (*MEMORY_FILE_SYSTEMS, "memory"):
         yield f"{name}, which is in memory ({spill.file_system}): spilling frees none of it"
     memory = sum(v.capacity_bytes for v in status.volumes if not v.lost)
     if spill.capacity_bytes < memory:

@@ -16,6 +16,7 @@ from torchstore_core.clients.session.channel import Channel
 from torchstore_core.clients.session.handshake import handshake, socket_path
 from torchstore_core.contracts.engine import MEMBER_ROLE
 from torchstore_core.contracts.strategy import ClientFacts
+from torchstore_core.contracts.when_full import shown_place
 from torchstore_core.errors import StoreClosedError, TorchStoreError
 from torchstore_core.machine import topology
 from torchstore_core.machine.processes import ProcessWatch
@@ -89,7 +90,7 @@ class ControllerActor(Actor):
             "strategy_fields": request.strategy_fields,
             "block": request.block,
             "when_full": request.when_full,
-            "spill": request.spill,
+            "spill": None if request.spill is None else shown_place(request.spill),
             "spill_capacity": request.spill_capacity,
             "repair_bandwidth": request.repair_bandwidth,
             "directory": self._directory.path,

@@ -52,8 +52,8 @@ log = logging.getLogger(__name__)
 _MOST_DEATHS = 30.0
 _SECONDS_A_DEATH = 0.5
 _DEATH_WHEN_READY = 1 / 32
-# How long a server may take to end when it is told to.
-_END_S = 2.0
+#: How long a server may take to end when it is told to, if it leaves nothing elsewhere.
+END_S = 2.0
 # How long it may take to hear that the owner has ended, before it counts as one that hangs.
 _HEAR_S = 15.0
 # A message has at most what a volume says of itself, in base64 (``messages.MAX_HELLO_FRAME``).
@@ -71,6 +71,7 @@ class Keeper:
             the exit status.
         started: called once with what the server says when it has started, or why it cannot.
         owner: pid of the process with which it all ends; 0: no other process than this one.
+        end_s: how many seconds the server may take to end when it is told to.
     """
 
     def __init__(
@@ -78,7 +79,9 @@ class Keeper:
         serve: Callable[[KeeperLink], int],
         started: Callable[[dict[str, str | int]], None],
         owner: int = 0,
+        end_s: float = END_S,
     ) -> None:
+        self._end_s = end_s
         self._serve = serve
         self._started = started
         self._owner = owner
@@ -234,7 +237,7 @@ class Keeper:
         listening = True
         while True:
             if self._stopping and deadline is None:
-                deadline = time.monotonic() + _END_S
+                deadline = time.monotonic() + self._end_s
             # In slices: a signal between two of these calls must not wait for the next event.
             events = dict(poll.poll(250))
             if watch in events:

@@ -480,6 +480,8 @@ class VolumeConnection(FrameProtocol):
                 | m.ReadPieces()
                 | m.ReadTogether()
                 | m.CutSpill()
+                | m.FreeSpill()
+                | m.KeepSpill()
             ) if self._spill is not None:
                 self._spill.order(message, self._send)
             case m.HurrySpill() if self._spill is not None:

@@ -11,14 +11,20 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import os
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from torchstore_core.contracts.when_full import is_url
 from torchstore_core.server.memory.segment import call_from_thread
 from torchstore_core.server.spilling.spill_file import SpillFile
 from torchstore_core.server.spilling.threads import SpillThreads
 from torchstore_core.wire import messages as m
+
+if TYPE_CHECKING:
+    from torchstore_core.server.spilling.objects.spill_objects import SpillObjects
 
 
 class AttachedFile:
@@ -27,12 +33,14 @@ class AttachedFile:
     Attributes:
         capacity: the most bytes that it may have.
         file_system: its type; empty if it is not known.
+        frees: whether it is to be told what is not in use any more.
         most: how large it may become, as the volume has said the last time.
         is_filled: whether anything was moved since the segment has left the page tables.
     """
 
     def __init__(self, place: m.SpillPlace) -> None:
         self.file_system = place.file_system
+        self.frees = place.frees
         self.most = place.most
         self.is_filled = False
         self.capacity = place.capacity
@@ -60,7 +68,8 @@ class AttachedFile:
         number = next(self._ids)
         self._pending[number] = done
         order = msgspec.structs.replace(order, id=number)
-        self.is_filled = not isinstance(order, m.CutSpill)
+        if not isinstance(order, m.FreeSpill | m.KeepSpill):
+            self.is_filled = not isinstance(order, m.CutSpill)
         if self._send is None:
             self._waiting.append(order)
         else:
@@ -105,7 +114,7 @@ class VolumeFile:
     """The file of a volume, in the volume's process; belongs to its event loop.
 
     Args:
-        directory: where to make it.
+        directory: where to make it, or a URL for objects.
         capacity: the most bytes that it may have; None: an equal part of what is free on the disk.
         sharing: how many volumes share that.
         memory: the descriptor of the volume's segment.
@@ -115,7 +124,13 @@ class VolumeFile:
     """
 
     def __init__(self, directory: str, capacity: int | None, sharing: int, memory: int) -> None:
-        self._file = SpillFile(directory, capacity)
+        self._file: SpillFile | SpillObjects
+        if is_url(directory):
+            from torchstore_core.server.spilling.objects.spill_objects import SpillObjects
+
+            self._file = SpillObjects(directory, capacity, os.getpid())
+        else:
+            self._file = SpillFile(directory, capacity)
         if capacity is None:
             self._file.capacity //= sharing
         soon = functools.partial(call_from_thread, asyncio.get_running_loop())
@@ -127,7 +142,8 @@ class VolumeFile:
     @property
     def place(self) -> m.SpillPlace:
         """What the server has to know of it."""
-        return m.SpillPlace(self._file.capacity, self._file.most, self._file.file_system)
+        file = self._file
+        return m.SpillPlace(file.capacity, file.most, file.file_system, self._threads.frees)
 
     def order(self, order: m.SpillOrder, answer: Callable[[m.SpillDone], None]) -> None:
         """Carry out an order, and answer it."""

@@ -14,8 +14,7 @@ from torchstore_core.server.memory.allocator import ALIGNMENT, Allocator, rounde
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.spilling.policy import Residency, State, Tracked
 from torchstore_core.server.spilling.space import SpillSpace
-from torchstore_core.server.spilling.spill_file import SpillFile
-from torchstore_core.server.spilling.threads import READERS, SpillThreads
+from torchstore_core.server.spilling.threads import READERS, SpillDevice, SpillThreads
 from torchstore_core.wire.volumes import spilling as orders
 from torchstore_core.wire.volumes.spilling import Place, SpillDone, SpillTrouble, spanned
 
@@ -59,6 +58,10 @@ class HasFile(Protocol):
         """Where what was ever written ends."""
 
     @property
+    def frees(self) -> bool:
+        """Whether it is to be told what is not in use any more."""
+
+    @property
     def is_filled(self) -> bool:
         """Whether it is worth while to let its segments leave the page tables."""
 
@@ -92,6 +95,7 @@ class Site:
         is_full: whether that is because its capacity is used up.
         is_trimming: whether its end is being cut off.
         lost: whether it is gone for good.
+        freed: parts of it that are not in use any more, and it has not been told yet.
     """
 
     def __init__(self, capacity: int, file: HasFile) -> None:
@@ -103,6 +107,7 @@ class Site:
         self.is_full = False
         self.is_trimming = False
         self.lost = False
+        self.freed: list[tuple[int, int]] = []
 
     @property
     def left(self) -> int:
@@ -137,14 +142,14 @@ class Mover:
         self.by_volume = by_volume
         self._volumes = volumes
         self._reading: dict[int, Tracked] = {}  # by their numbers
-        self._repeating = False
+        self._repeating = self._closed = False
         self._logged: dict[str, float] = {}  # when each trouble was, the last time
         self.written_bytes = self.read_bytes = 0
 
     @classmethod
     def here(
         cls,
-        file: SpillFile,
+        file: SpillDevice,
         volumes: Sequence[VolumeRecord],
         memories: Sequence[int],
         soon: Callable[[Callable[[], None]], None],
@@ -196,6 +201,9 @@ class Mover:
                 extents[self._number(one)].append(one.extent)
         for site, occupied in zip(self.sites, extents, strict=True):
             site.space.occupy(occupied, site.file.size)
+            if site.file.frees:
+                runs = _merged(run for extent in occupied for run in extent.runs)
+                site.file.submit(orders.KeepSpill(0, runs), _ignore, _always)
         for volume in self._volumes:
             if volume.lost:
                 self.lose(volume.index)
@@ -382,6 +390,8 @@ class Mover:
         """Have values written by one order."""
         for tracked in batch:
             self._values.move(tracked, State.WRITING)
+        if site.freed:  # perhaps what is written now takes its place
+            self._tell_freed(site)
         done = functools.partial(self._written, site, batch, site.troubles)
         site.file.submit(order, done, lambda at: not batch[at].gone)
 
@@ -408,6 +418,8 @@ class Mover:
         self._moved(is_progress)
 
     def _pause(self, site: Site, why: str) -> None:
+        if self._closed:  # so it was stopped
+            return
         now = moments.monotonic()
         if why != site.trouble and now - self._logged.get(why, -_SILENCE_S) >= _SILENCE_S:
             self._logged[why] = now
@@ -592,10 +604,23 @@ class Mover:
         if tracked.extent is not None:
             if not self._repeating:
                 site = self._site(tracked)
-                site.space.release(tracked.extent)
+                freed = site.space.release(tracked.extent)
+                if site.file.frees:
+                    self._free(site, freed)
                 if site.is_full:  # there is room again
                     site.is_full, site.paused_until = False, 0.0
             tracked.extent = None
+
+    def _free(self, site: Site, freed: Sequence[tuple[int, int]]) -> None:
+        """Tell of it soon, together with more."""
+        if not site.freed:
+            self._later(0, functools.partial(self._tell_freed, site))
+        site.freed += freed
+
+    def _tell_freed(self, site: Site) -> None:
+        if site.freed and not site.lost:
+            site.file.submit(orders.FreeSpill(0, _merged(site.freed)), _ignore, _always)
+        site.freed = []
 
     def trim(self) -> None:
         """Return the unused ends of the files to the file system, and let the segments leave the
@@ -605,13 +630,13 @@ class Mover:
         for site in self.sites:
             if site.is_trimming or site.lost:
                 continue
-            tail = site.space.take_tail()
+            tail = None if site.file.frees else site.space.take_tail()
             if tail is None and not site.file.is_filled:
                 continue
             site.is_trimming = True
             order = orders.CutSpill(0, -1 if tail is None else tail[0])
             done = functools.partial(self._trimmed, site, tail)
-            site.file.submit(order, done, lambda at: True)
+            site.file.submit(order, done, _always)
 
     def _trimmed(self, site: Site, tail: tuple[int, int] | None, done: SpillDone) -> None:
         site.is_trimming = False
@@ -621,8 +646,33 @@ class Mover:
 
     def close(self) -> None:
         """Carry out nothing more."""
+        self._closed = True
         for site in self.sites:
             site.file.close()
+
+
+def _merged(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Parts of a file, as (offset, bytes), with those in one that touch or overlap.
+
+    >>> _merged([(8192, 4096), (0, 4096), (4096, 4096), (0, 4096), (40960, 4096)])
+    [(0, 12288), (40960, 4096)]
+    """
+    merged: list[tuple[int, int]] = []
+    for start, nbytes in sorted(runs):
+        if merged and start <= sum(merged[-1]):
+            first = merged[-1][0]
+            merged[-1] = first, max(sum(merged[-1]), start + nbytes) - first
+        else:
+            merged.append((start, nbytes))
+    return merged
+
+
+def _ignore(done: SpillDone) -> None:
+    """Whoever has the file tries again by itself."""
+
+
+def _always(at: int) -> bool:
+    return True
 
 
 def _is_small(tracked: Tracked) -> bool:

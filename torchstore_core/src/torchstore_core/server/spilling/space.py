@@ -104,12 +104,14 @@ class SpillSpace:
         self._allocator = Allocator.with_free(capacity, free, end)
         self._written_end = max(end, file_size)
 
-    def release(self, extent: Extent) -> None:
-        """Let the room of a value be used again, except pages that it shares with others."""
+    def release(self, extent: Extent) -> Sequence[tuple[int, int]]:
+        """Let the room of a value be used again, except pages that it shares with others. Returns
+        the parts of the file that are not in use any more, as (offset, bytes).
+        """
         kept = [page for page in _ends(extent) if page in self._shared]
         if not kept:
             self._allocator.free(extent.runs)
-            return
+            return extent.runs
         [(start, size)] = extent.runs
         end = start + size
         for page in kept:
@@ -120,8 +122,9 @@ class SpillSpace:
                 start += _PAGE
             else:
                 end -= _PAGE
-        if end > start:
-            self._allocator.free([(start, end - start)])
+        freed = [(start, end - start)] if end > start else []
+        self._allocator.free(freed)
+        return freed
 
     def take_tail(self) -> tuple[int, int] | None:
         """Reserve what was written once, but is not in use now, at the end of the file: its offset

@@ -31,7 +31,8 @@ _PAGE = 4096
 _PREFIX = ".torchstore-spill-"
 
 
-_NO_MATCH = "its bytes do not match their checksum"
+#: Why what was read is not taken.
+NO_MATCH = "its bytes do not match their checksum"
 
 
 class DamagedError(OSError):
@@ -116,11 +117,11 @@ class SpillFile:
             OSError: the file system is full, or the disk fails.
         """
         sums: list[int] = []
-        for at, nbytes in _pieces(extent):
+        for at, nbytes in pieces(extent):
             self._check_stopped()
             with memory.piece(offset - extent.head + at, nbytes) as view:
-                with _own(view, extent, at, nbytes) as own:
-                    sums.append(checksum(own))
+                with own(view, extent, at, nbytes) as part:
+                    sums.append(checksum(part))
                 self._write(view, extent, at)
         return sums
 
@@ -148,13 +149,13 @@ class SpillFile:
         if offset % _PAGE != extent.head:
             self._read_through_buffer(memory.fd, offset, extent, sums, first)
             return
-        for (at, nbytes), expected in zip(_pieces(extent, first, sums), sums, strict=True):
+        for (at, nbytes), expected in zip(pieces(extent, first, sums), sums, strict=True):
             self._check_stopped()
             with memory.piece(offset - extent.head + at, nbytes) as view:
                 self._read_piece(view, extent, at, nbytes)
-                with _own(view, extent, at, nbytes) as own:
-                    if checksum(own) != expected:
-                        raise DamagedError(errno.EIO, _NO_MATCH)
+                with own(view, extent, at, nbytes) as part:
+                    if checksum(part) != expected:
+                        raise DamagedError(errno.EIO, NO_MATCH)
 
     def _read_piece(self, view: memoryview, extent: Extent, at: int, nbytes: int) -> None:
         """Read whole pages of a piece in place. The first and the last page of a value may also
@@ -183,12 +184,12 @@ class SpillFile:
     ) -> None:
         """Read a value to another position within a page than it had."""
         with mmap.mmap(-1, PIECE) as buffer, memoryview(buffer) as whole:
-            for (at, nbytes), expected in zip(_pieces(extent, first, sums), sums, strict=True):
-                with whole[:nbytes] as view, _own(view, extent, at, nbytes) as own:
+            for (at, nbytes), expected in zip(pieces(extent, first, sums), sums, strict=True):
+                with whole[:nbytes] as view, own(view, extent, at, nbytes) as part:
                     self._read(view, extent, at)
-                    if checksum(own) != expected:
-                        raise DamagedError(errno.EIO, _NO_MATCH)
-                    write_all(memory, own, offset + max(0, at - extent.head))
+                    if checksum(part) != expected:
+                        raise DamagedError(errno.EIO, NO_MATCH)
+                    write_all(memory, part, offset + max(0, at - extent.head))
 
     def write_together(self, contents: Sequence[bytes], whole: Extent) -> list[list[int]]:
         """Write small values one after the other; returns the checksums of each.
@@ -244,7 +245,7 @@ class SpillFile:
                 begin = extent.head + (extent.runs[0][0] - start)
                 content = bytes(view[begin : begin + extent.nbytes])
                 damaged = checksum(memoryview(content)) != expected
-                found[at] = DamagedError(errno.EIO, _NO_MATCH) if damaged else content
+                found[at] = DamagedError(errno.EIO, NO_MATCH) if damaged else content
         return found
 
     def _write(self, view: memoryview, extent: Extent, at: int) -> None:
@@ -273,6 +274,9 @@ class SpillFile:
         if self._stopped:
             raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
 
+    def leave(self) -> None:
+        """Another life of this server needs the file. Its keeper has it, too."""
+
     def close(self) -> None:
         """Close the file; the file system frees it."""
         os.close(self.fd)
@@ -297,7 +301,7 @@ def _adjoining(extents: Sequence[Extent]) -> list[list[int]]:
     return groups
 
 
-def _pieces(
+def pieces(
     extent: Extent, first: int = 0, sums: Sequence[int] | None = None
 ) -> list[tuple[int, int]]:
     """Where in its extent the pieces of a value begin, and how long they are: whole pages. From
@@ -307,7 +311,7 @@ def _pieces(
     return [(at, min(PIECE, extent.span - at)) for at in range(first * PIECE, end, PIECE)]
 
 
-def _own(view: memoryview, extent: Extent, at: int, nbytes: int) -> memoryview:
+def own(view: memoryview, extent: Extent, at: int, nbytes: int) -> memoryview:
     """The part of a piece that belongs to the value."""
     return view[extent.head if at == 0 else 0 : min(nbytes, extent.head + extent.nbytes - at)]
 

@@ -1,4 +1,4 @@
-"""The threads that carry out orders for one spill file, in the process that has it."""
+"""The threads that carry out orders for what values are spilled to, in the process that has it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import errno
 import functools
 import os
 from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 from torchstore_core.errors import TorchStoreError
 from torchstore_core.server.spilling.mapped import MappedSegment
-from torchstore_core.server.spilling.spill_file import DamagedError, SpillFile, write_all
+from torchstore_core.server.spilling.spill_file import DamagedError, write_all
 from torchstore_core.server.spilling.workers import Workers
 from torchstore_core.wire.volumes import spilling as orders
-from torchstore_core.wire.volumes.spilling import SpillDone, SpillTrouble
+from torchstore_core.wire.volumes.spilling import Extent, SpillDone, SpillTrouble
 
 #: How many threads read at the same time.
 READERS = 4
@@ -21,8 +22,90 @@ _WRITERS = 2
 _NICE = 10
 
 
+class SpillDevice(Protocol):
+    """What values are spilled to: a space of bytes, in which whole pages are written and read where
+    :class:`~torchstore_core.server.spilling.space.SpillSpace` says. What is written to a place
+    counts until something else is written there.
+
+    Several threads use it. Everything that reads or writes raises OSError if that fails, whose
+    ``strerror`` is for people; DamagedError if it never can be read.
+
+    Attributes:
+        directory: where it is, for people.
+        file_system: what keeps it there: a type of file system, or a protocol; empty if it is not
+            known.
+        capacity: the most bytes that it may have.
+    """
+
+    @property
+    def directory(self) -> str: ...
+    @property
+    def file_system(self) -> str: ...
+    @property
+    def capacity(self) -> int: ...
+
+    @property
+    def most(self) -> int:
+        """The bytes that it may have in the end, as far as is known: others may use it, too."""
+
+    @property
+    def size(self) -> int:
+        """Where what was ever written ends, at most."""
+
+    def write(self, memory: MappedSegment, offset: int, extent: Extent) -> list[int]:
+        """Write a value, which begins at ``offset`` of a segment, to its extent. Returns the
+        checksum of each piece.
+        """
+
+    def read(
+        self,
+        memory: MappedSegment,
+        offset: int,
+        extent: Extent,
+        sums: Sequence[int],
+        first: int = 0,
+    ) -> None:
+        """Read a value into a segment: the pieces from ``first`` on of which these are the sums."""
+
+    def write_together(self, contents: Sequence[bytes], whole: Extent) -> list[list[int]]:
+        """Write small values one after the other; returns the checksums of each."""
+
+    def read_together(
+        self, wanted: Sequence[tuple[Extent, Sequence[int]]]
+    ) -> list[bytes | OSError]:
+        """Read small values, given their places and checksums; the bytes of each, or why not."""
+
+    def cut(self, start: int) -> None:
+        """Nothing from there on is in use. Nobody is in a hurry."""
+
+    def stop(self) -> None:
+        """Have reads and writes that are under way, or are to come, fail soon."""
+
+    def go_on(self) -> None:
+        """Nothing is under way that was stopped: read and write again."""
+
+    def close(self) -> None:
+        """The store ends; nothing is under way. Leave nothing behind."""
+
+
+@runtime_checkable
+class FreeingDevice(SpillDevice, Protocol):
+    """A device that is told what is not in use any more."""
+
+    def free(self, runs: Sequence[tuple[int, int]]) -> None:
+        """These parts, as (offset, bytes), are not in use any more. The event loop calls this
+        before anything is written there again, so it only notes it.
+        """
+
+    def keep_only(self, runs: Sequence[tuple[int, int]]) -> None:
+        """The same of everything else than these parts, for a new life of the server."""
+
+    def tidy(self) -> None:
+        """Give back what is not in use. It may block."""
+
+
 class SpillThreads:
-    """Moves values between segments of this process and one spill file.
+    """Moves values between segments of this process and what they are spilled to.
 
     Args:
         file: where they are spilled to.
@@ -32,7 +115,7 @@ class SpillThreads:
 
     def __init__(
         self,
-        file: SpillFile,
+        file: SpillDevice,
         memories: Sequence[int],
         soon: Callable[[Callable[[], None]], None],
     ) -> None:
@@ -40,6 +123,9 @@ class SpillThreads:
         self._memories = [MappedSegment(fd) for fd in memories]
         self._writers = Workers("torchstore-spill", _WRITERS, _NICE, soon)
         self._readers = Workers("torchstore-unspill", READERS, 0, soon)
+        self._freeing = file if isinstance(file, FreeingDevice) else None
+        if self._freeing is not None:  # earlier stores may have left something
+            self.submit(orders.FreeSpill(0, []), lambda done: None)
 
     @property
     def directory(self) -> str:
@@ -53,13 +139,18 @@ class SpillThreads:
 
     @property
     def most(self) -> int:
-        """See ``SpillFile.most``."""
+        """See :class:`SpillDevice`."""
         return self.file.most
 
     @property
     def size(self) -> int:
-        """See ``SpillFile.size``."""
+        """See :class:`SpillDevice`."""
         return self.file.size
+
+    @property
+    def frees(self) -> bool:
+        """Whether it is to be told what is not in use any more."""
+        return self._freeing is not None
 
     @property
     def is_filled(self) -> bool:
@@ -79,6 +170,12 @@ class SpillThreads:
                 wanted. If it is not, it need not be moved.
         """
         reads = isinstance(order, orders.ReadPieces | orders.ReadTogether)
+        if self._freeing is not None:
+            # Noted in the order of the orders, which are not carried out in that.
+            if isinstance(order, orders.FreeSpill):
+                self._freeing.free(order.runs)
+            elif isinstance(order, orders.KeepSpill):
+                self._freeing.keep_only(order.runs)
 
         def job() -> Callable[[], None]:
             return functools.partial(done, self._do(order, wanted))
@@ -136,6 +233,13 @@ class SpillThreads:
                 if order.start >= 0:
                     with contextlib.suppress(OSError):  # it stays on disk, and is used again
                         self.file.cut(order.start)
+                if self._freeing is not None:
+                    with contextlib.suppress(OSError):  # tried again the next time
+                        self._freeing.tidy()
+                return SpillDone(order.id)
+            case orders.FreeSpill() | orders.KeepSpill():
+                if self._freeing is not None:
+                    self._freeing.tidy()
                 return SpillDone(order.id)
 
     def _content(self, place: orders.Place) -> bytes:

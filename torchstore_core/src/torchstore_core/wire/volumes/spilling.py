@@ -124,11 +124,29 @@ class CutSpill(Message, frozen=True, tag="spill-cut"):
     start: int
 
 
+class FreeSpill(Message, frozen=True, tag="spill-free"):
+    """Nothing is in use any more in these parts of the file, as (offset, bytes). Only for who
+    wants to know: see :class:`SpillPlace`. It comes before anything is written there again.
+    """
+
+    id: int
+    runs: list[tuple[int, int]]
+
+
+class KeepSpill(Message, frozen=True, tag="spill-keep"):
+    """Only these parts of the file are in use, as a new life of the server knows."""
+
+    id: int
+    runs: list[tuple[int, int]]
+
+
 class HurrySpill(Message, frozen=True, tag="spill-hurry"):
     """Somebody waits for what is being written."""
 
 
-SpillOrder = WriteValues | WriteTogether | ReadPieces | ReadTogether | CutSpill
+SpillOrder = (
+    WriteValues | WriteTogether | ReadPieces | ReadTogether | CutSpill | FreeSpill | KeepSpill
+)
 
 
 class SpillTrouble(msgspec.Struct, frozen=True, array_like=True):
@@ -172,8 +190,10 @@ class SpillPlace(msgspec.Struct, frozen=True):
         capacity: the most bytes that it may have.
         most: as in :class:`SpillDone`.
         file_system: its type; empty if it is not known.
+        frees: whether it is to be told what is not in use any more.
     """
 
     capacity: int
     most: int
     file_system: str = ""
+    frees: bool = False

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import html
 import os
+import re
 import socket
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
-
-from torchstore_snapshot.storage.remote import RemoteStorage
 
 __all__ = ["BUCKET", "ObjectStore", "object_store"]
 
@@ -83,6 +83,21 @@ class ObjectStore:
         if "partNumber" in environ.get("QUERY_STRING", "") or "HTTP_RANGE" in environ:
             self._met.wait(20)
 
+    def listed(self) -> list[str]:
+        """The names of all objects, at most a thousand."""
+        listed = self.call("GET", f"{BUCKET}?list-type=2").decode()
+        return [html.unescape(key) for key in re.findall("<Key>(.*?)</Key>", listed)]
+
+    def call(self, method: str, path: str, data: bytes | None = None) -> bytes:
+        """Make a request; returns the reply. It counts like all others."""
+        known = {
+            "Authorization": "AWS4-HMAC-SHA256 Credential=testing/20260101/us-east-1/s3/any",
+            "Content-Type": "application/octet-stream",
+        }
+        request = urllib.request.Request(f"{self.url}/{path}", data, known, method=method)
+        with urllib.request.urlopen(request) as reply:
+            return bytes(reply.read())
+
     def _serve(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterator[bytes]:
         with self._lock:
             query = environ.get("QUERY_STRING", "")
@@ -147,9 +162,7 @@ def object_store() -> Iterator[ObjectStore]:
     }
     with mock.patch.dict(os.environ, names):
         server.reset()
-        reset = urllib.request.Request(f"{server.url}/moto-api/reset", method="POST")
-        urllib.request.urlopen(reset).close()
-        storage = RemoteStorage.at(f"s3://{BUCKET}/x")
-        storage._fs.call_s3("create_bucket", Bucket=BUCKET)
+        server.call("POST", "moto-api/reset")
+        server.call("PUT", BUCKET)
         server.reset()
         yield server

@@ -1,0 +1,1 @@
+"""Spilling to object storage, and whatever else fsspec knows the URLs of."""
