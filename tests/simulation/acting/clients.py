@@ -34,13 +34,14 @@ class Task:
     """One operation that is under way."""
 
     def __init__(self, client: Client, operation: Operation, connection: Connection) -> None:
-        self.world = client.world
+        self.world = world = client.world
+        world.ending.append(self)
         self.client = client
         self.operation = operation
         self.connection = connection
         self.liveness = client.lanes[0]
-        self.call = Call(operation, client.index, self.world.step)
-        self.world.history.calls.append(self.call)
+        self.call = Call(operation, client.index, world.step)
+        world.history.calls.append(self.call)
         self.over = False
         self._asked = 0  # the number of the request whose answer it waits for
         self._sent = 0  # the number of the packet whose landing it waits for
@@ -57,10 +58,10 @@ class Task:
         self.world.schedule.disable(self._go)
         self._resume(None)
 
-    def answered(self, reply: m.Message, point: int) -> None:
-        """What it has asked for is there."""
+    def answered(self, reply: m.Message, number: int, point: int) -> None:
+        """What it has asked for by this number is there."""
         self.call.answered_at(point)
-        if not self.over and self._asked == getattr(reply, "id", 0):
+        if not self.over and self._asked == number:
             self._resume(reply)
         elif not self.call.known:
             self.call.never_heard(reply, point)
@@ -93,7 +94,7 @@ class Task:
     def _take(self, wanted: m.Message | Packet | None) -> None:
         if wanted is None:
             self.world.schedule.enable(self._go)
-        elif isinstance(wanted, Packet):
+        elif type(wanted) is Packet:
             self._sent += 1
             number = self._sent
             self.world.halves[wanted.volume].send(wanted, lambda landed: self._came(number, landed))
@@ -154,6 +155,7 @@ class Client:
         self._joining: dict[int, Lasting] = {}  # channels to the next life of the server
         self._probes: dict[int, list[Lasting]] = {}
         self._script = deque(script)
+        self._slots = world.plan.slots
         self._token = b""
         self._serial = 0
         self.relayed = index in world.plan.relayed  # where it would like to connect
@@ -396,12 +398,14 @@ class Client:
                 return
             self._next = self._script.popleft()
             self._start = Action(("start", self.index, self._next.number), self._begin_next)
-        if self._start is None:
+        start = self._start
+        if start is None:
             return
-        if len(self.tasks) < self.world.plan.slots and self._channel(0) is not None:
-            self.world.schedule.enable(self._start)
-        else:
-            self.world.schedule.disable(self._start)
+        if len(self.tasks) < self._slots and self._channel(0) is not None:
+            if start.at < 0:
+                self.world.schedule.enable(start)
+        elif start.at >= 0:
+            self.world.schedule.disable(start)
 
     def _begin_next(self) -> None:
         operation, start = self._next, self._start

@@ -172,7 +172,10 @@ class Lives:
         place = "" if world.disk is None else world.disk.place
         where = self._memories, world.halves, plan.copies, place, plan.pages * PAGE
         self.server = server_on(world.loop, *where, link)
-        self._spilling = self.server.controller.spilling
+        controller = self.server.controller
+        self._spilling = controller.spilling
+        parts = controller.catalog, controller.spilling, controller.holds, controller.detached
+        world.ending += self.server, controller, *parts
         if link is not None:
             self._log = self.controller.log  # type: ignore[assignment]
             link.opened.choke(self._most)  # type: ignore[union-attr]

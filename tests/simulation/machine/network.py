@@ -50,6 +50,7 @@ class Connection(ABC):
     """
 
     def __init__(self, world: World, client: Client, lane: int, name: tuple[int, ...]) -> None:
+        world.ending.append(self)
         self._world = world
         self.client = client
         self.lane = lane
@@ -138,23 +139,24 @@ class Connection(ABC):
             task.call.never_heard(reply, point)
 
     def _down_arrives(self) -> None:
-        reply, point = self._down.popleft()
-        if not self._down:
-            self._world.schedule.disable(self._answer)
+        down, world = self._down, self._world
+        reply, point = down.popleft()
+        if not down:
+            world.schedule.disable(self._answer)
         if reply is None:
             self._hung_up()
             return
-        if self._world.telling:
+        if world.telling:
             self._tell(f"{self} hears", reply)
         if type(reply) is m.Delayed:
             return
-        number = getattr(reply, "id", 0)
+        number: int = getattr(reply, "id", 0)
         if number in self.waiting:
             task = self.waiting.pop(number)
             if task is None:
                 self.client.answered(self, reply)
             else:
-                task.answered(reply, self.point_of(number, point))
+                task.answered(reply, number, self.point_of(number, point))
         elif type(reply) is m.Welcome:
             self.client.came_back(reply)
 
@@ -171,10 +173,11 @@ class Connection(ABC):
     # ---- the other end --------------------------------------------------------------------
 
     def _up_arrives(self) -> None:
+        world = self._world
         sent = self._up.popleft()
         if not self._up:
-            self._world.schedule.disable(self._arrive)
-        self._world.touched = True
+            world.schedule.disable(self._arrive)
+        world.touched = True
         if self._ended:
             return
         if self._broken:
@@ -184,8 +187,8 @@ class Connection(ABC):
             self._receive(sent)
         else:
             self._ended = True
-            if self._world.telling:
-                self._world.tell(f"server <- {self} closes")
+            if world.telling:
+                world.tell(f"server <- {self} closes")
             self._end()
 
     @abstractmethod
@@ -209,7 +212,8 @@ class Connection(ABC):
         world = self._world
         if not self.closed:
             self._down.append((reply, world.point))
-            world.schedule.enable(self._answer)
+            if self._answer.at < 0:
+                world.schedule.enable(self._answer)
         elif reply is not None:
             self.unread(reply, world.point)
 
@@ -252,7 +256,7 @@ class Direct(Connection):
         self._conversation.handle(sent.body)
 
     def _answers(self, frame: bytearray) -> None:
-        world, reply = self._world, decode_reply(memoryview(frame)[HEADER:])
+        world, reply = self._world, decode_reply(frame[HEADER:])
         if world.telling:
             self._tell(f"server -> {self}", reply)
         if world.is_timed:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 import random
 from collections.abc import Callable, Sequence
 
 __all__ = ["Action", "Name", "Recorded", "Schedule"]
 
 Name = tuple[str | int, ...]
-
-_rank = operator.attrgetter("rank")
 
 
 class Action:
@@ -41,6 +38,7 @@ class Schedule:
     def __init__(self, source: random.Random) -> None:
         self._random = source.random
         self.enabled: list[Action] = []
+        self._ranks: list[float] = []  # of those that are enabled, if that counts
         self._ranked = source.random() < 0.5
         self._evenly = source.choice((0.05, 0.2, 0.5))
 
@@ -50,7 +48,8 @@ class Schedule:
             action.at = len(enabled)
             enabled.append(action)
             if self._ranked:
-                action.rank = action.rank or self._random()
+                action.rank = rank = action.rank or self._random()
+                self._ranks.append(rank)
 
     def disable(self, action: Action) -> None:
         at = action.at
@@ -60,6 +59,10 @@ class Schedule:
             if last is not action:
                 self.enabled[at] = last
                 last.at = at
+            if self._ranked:
+                rank = self._ranks.pop()
+                if last is not action:
+                    self._ranks[at] = rank
 
     def choose(self) -> Action | None:
         """What happens next; None if nothing can."""
@@ -68,11 +71,15 @@ class Schedule:
         if count < 2:
             return enabled[0] if count else None
         number = self._random()
-        if not self._ranked or number < self._evenly:
-            chosen = enabled[int(self._random() * count)]
-            chosen.rank = number
+        if not self._ranked:
+            return enabled[int(self._random() * count)]
+        ranks = self._ranks
+        if number < self._evenly:
+            at = int(self._random() * count)
+            chosen = enabled[at]
+            chosen.rank = ranks[at] = number
             return chosen
-        return max(enabled, key=_rank)
+        return enabled[ranks.index(max(ranks))]
 
 
 class Recorded(Schedule):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import logging
 import secrets
 from collections.abc import Iterator, Sequence
@@ -119,6 +120,8 @@ def running(loop: SimulatedLoop, processes: Processes, disk: Disk | None) -> Ite
             patch.setattr(moments, "monotonic", loop.time)
             patch.setattr(moments, "wall", loop.time)
             patch.setattr(secrets, "randbits", lambda bits: 0)
+            numbers = itertools.count(1)
+            patch.setattr(secrets, "token_bytes", lambda n: next(numbers).to_bytes(n, "little"))
             for module in (recorded, returning):
                 patch.setattr(module, "started", processes.started)
             patch.setattr(returning, "ProcessWatch", processes.watch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,7 +14,8 @@ __all__ = ["HEADER", "FrameReader", "decode_reply", "decode_request", "encode", 
 
 HEADER = 4
 _MAX_DETAILS = 64 << 10
-_encoder = msgspec.msgpack.Encoder()
+_encode_into = msgspec.msgpack.Encoder().encode_into
+_pack_length = struct.Struct("<I").pack_into
 _DECODED = {"decode_request": messages.Request, "decode_reply": messages.Reply}
 
 if TYPE_CHECKING:
@@ -34,8 +36,8 @@ def __getattr__(name: str) -> Any:
 def encode(message: messages.Message) -> bytearray:
     """Return a message as one complete frame."""
     frame = bytearray(256)
-    _encoder.encode_into(message, frame, HEADER)
-    frame[:HEADER] = (len(frame) - HEADER).to_bytes(HEADER, "little")
+    _encode_into(message, frame, HEADER)
+    _pack_length(frame, 0, len(frame) - HEADER)
     return frame
 
 

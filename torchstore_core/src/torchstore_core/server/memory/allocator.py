@@ -7,6 +7,7 @@ filed by power-of-two size; each file is a heap, ordered by address.
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from torchstore_core.wire.columns import ALIGNMENT, in_a_row
@@ -70,7 +71,7 @@ class Allocator:
         self._by_end: dict[int, int] = {}  # end -> start
         # File k: starts of free ranges of 2**k <= size < 2**(k+1). Entries may be stale; a start
         # is current if its size in _by_start belongs to file k.
-        self._files: list[list[int]] = [[] for _ in range(64)]
+        self._files: dict[int, list[int]] = defaultdict(list)
         self._files_in_use = 0  # bit k: file k has entries
         if self.capacity:
             self._insert(0, self.capacity)

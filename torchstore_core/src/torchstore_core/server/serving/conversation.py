@@ -76,6 +76,7 @@ class Conversation:
         self.end = end
         self._via = via
         self._session: SessionRecord | None = None
+        self._controller: Controller  # that has the session
         self._volume = -1
         self._liveness = False
         self._waiters: dict[int, Waiter] = {}
@@ -212,7 +213,7 @@ class Conversation:
         if session is None or type(request) is m.Hello or type(request) is m.Attach:
             self._handle_other(request)
             return
-        if session.ending or session.token not in self._server.controller.sessions:
+        if session.ending or session.token not in self._controller.sessions:
             # The liveness connection is gone and what the session held was undone, so that the
             # session must not acquire anything new.
             raise StoreClosedError("this session has ended")
@@ -385,7 +386,7 @@ class Conversation:
             self._liveness = True
             self._keep(session)
             self._server.joined(session)
-        self._session = session
+        self._session, self._controller = session, controller
         self.send(self._server.welcome(hello.id, session.token, self._via))
 
     def keep_again(self, serials: Collection[int]) -> None:
@@ -400,7 +401,7 @@ class Conversation:
         server has died and is back. One that reads nothing may still wait for the answer to its
         hello, as long as it has asked for nothing.
         """
-        self._session = session
+        self._session, self._controller = session, self._server.controller
         self._liveness = True
         if not self.is_deaf or not (session.holds or session.tickets):
             self.send(self._server.welcome(0, session.token, self._via))
@@ -425,7 +426,7 @@ class Conversation:
         self, request: m.Request, session: SessionRecord, body: bytes = b""
     ) -> m.Reply | None:
         kind = type(request)
-        self._server.controller.operations[kind] += 1
+        self._controller.operations[kind] += 1
         answer = _ANSWERS.get(kind)
         if answer is not None:
             reply: m.Reply | None = answer(self, request, session, body)
@@ -433,7 +434,7 @@ class Conversation:
         return self._answer_seldom(request, session)
 
     def _put(self, request: m.Put, session: SessionRecord, body: bytes) -> m.Reply:
-        versions, grants = self._server.controller.put(session, request, body)
+        versions, grants = self._controller.put(session, request, body)
         if grants is not None:
             return m.Granted(request.id, grants)
         if type(versions) is list:  # the usual case, very often
@@ -441,38 +442,38 @@ class Conversation:
         return committed(request.id, versions)
 
     def _put_object(self, request: m.PutObject, session: SessionRecord, body: bytes) -> m.Reply:
-        return granted(request.id, *self._server.controller.put_object(session, request, body))
+        return granted(request.id, *self._controller.put_object(session, request, body))
 
     def _commit(self, request: m.Commit, session: SessionRecord, body: bytes) -> m.Reply:
-        return committed(request.id, self._server.controller.commit(session, request.txn, body))
+        return committed(request.id, self._controller.commit(session, request.txn, body))
 
     def _locate(self, request: m.Locate, session: SessionRecord, body: bytes) -> m.Reply:
-        entries, leased = self._server.controller.locate(session, request)
+        entries, leased = self._controller.locate(session, request)
         if type(entries) is m.EntryColumns:
             return m.Located(request.id, [], leased, columns=entries)
         return m.Located(request.id, entries, leased)
 
     def _fetch(self, request: m.Fetch, session: SessionRecord, body: bytes) -> m.Reply:
-        return self._server.controller.fetch(session, request)
+        return self._controller.fetch(session, request)
 
     def _release(self, request: m.Release, session: SessionRecord, body: bytes) -> None:
         if self._delayed:
             self._give_up((), request.leases)
-        controller = self._server.controller
-        controller.release(session, request.leases, request.parts, remember=self._liveness)
+        remember = self._liveness
+        self._controller.release(session, request.leases, request.parts, remember=remember)
 
     def _delete(self, request: m.Delete, session: SessionRecord, body: bytes) -> m.Reply:
         by = session, request.txn
-        deleted = self._server.controller.delete(request.keys, request.strict, by)
+        deleted = self._controller.delete(request.keys, request.strict, by)
         return m.Deleted(request.id, deleted)
 
     def _exists(self, request: m.Exists, session: SessionRecord, body: bytes) -> m.Reply:
-        return m.Flags(request.id, self._server.controller.exists(request.keys))
+        return m.Flags(request.id, self._controller.exists(request.keys))
 
     def _answer_about_holds(
         self, request: m.Request, session: SessionRecord, body: bytes
     ) -> m.Reply | None:
-        return answer_holds(self._server.controller, session, request)
+        return answer_holds(self._controller, session, request)
 
     def _answer_seldom(self, request: m.Request, session: SessionRecord) -> m.Reply | None:
         """Answer what is not asked so often that it matters how long it takes to find its case."""

@@ -41,6 +41,7 @@ class State(enum.IntEnum):
     READING = 5
 
 
+_STATES = tuple(State)  # to look through the class itself takes five times as long
 _RANKED = (State.CACHED, State.DIRTY, State.CLEAN)
 _WITH_COPY = (State.CLEAN, State.ON_DISK, State.READING)
 
@@ -152,9 +153,9 @@ class Residency:
         self._by_volume = by_volume
         self._tracked: dict[int, Tracked] = {}
         self._by_use: dict[State, OrderedDict[int, Tracked]] = {s: OrderedDict() for s in _RANKED}
-        self.bytes_of = dict.fromkeys(State, 0)
+        self.bytes_of = dict.fromkeys(_STATES, 0)
         self.copied: dict[int, int] = defaultdict(int)
-        self.count_of = dict.fromkeys(State, 0)
+        self.count_of = dict.fromkeys(_STATES, 0)
         self.next_number = 0
         # How many of each size there are that have a copy in each spill file, and these sizes as a
         # heap, the largest first; sizes stay in both until they are the largest, of none.
