@@ -379,6 +379,32 @@ def test_a_small_put_costs_little_more_than_an_awaited_one(bare: blocking.Client
     assert threading.active_count() <= before
 
 
+def test_greenlets_of_one_thread_are_told_to_take_others(bare: blocking.Client) -> None:
+    """What a greenlet has of its own, a thread has here: it is in the loop of another one's call,
+    as greenlets are in that of their thread. They were told to await, which they cannot.
+    """
+    others: list[asyncio.AbstractEventLoop] = []
+
+    def call() -> None:
+        bare.put("k", 1)
+        assert thread_loops._local.loop is not None
+        others.append(thread_loops._local.loop.loop)
+        ready.set()
+        assert over.wait(100)
+
+    async def inside() -> None:
+        with pytest.raises(ts.ConfigurationError, match=r"threadpool\.apply\(ts\.blocking\.get,"):
+            blocking.get("k")
+
+    ready, over = threading.Event(), threading.Event()
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert ready.wait(100)
+    others[0].run_until_complete(inside())
+    over.set()
+    thread.join()
+
+
 def test_a_call_that_asyncio_does_not_run_says_so(bare: blocking.Client) -> None:
     """Under trio, say: it was a RuntimeError about an event loop, and in ``stores`` trio's own."""
     calls = [

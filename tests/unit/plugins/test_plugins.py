@@ -390,6 +390,41 @@ def test_packages_of_this_repository_keep_their_names() -> None:
             assert _owner(plugin.group, plugin.name, claimants) == plugin.distribution
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "lambda mesh: 1 / 0",
+        "lambda mesh: 'high'",
+        "lambda mesh: exit(3)",
+        "lambda mesh: None, here=lambda: 1 / 0, find='nowhere:find'",
+        "lambda mesh: None, advise=lambda names, mesh: 1 / 0",
+        "lambda mesh: None, advise=lambda names, mesh: 7",
+    ],
+)
+async def test_a_runtime_whose_functions_fail_is_left_out(
+    site: Site, caplog: pytest.LogCaptureFixture, arguments: str
+) -> None:
+    """``initialize`` asks those of all runtimes, and each call without a store here."""
+    source = RUNTIME.replace("lambda mesh: 1", arguments)
+    site.install("some-package", RUNTIMES, bad=source)
+    with pytest.raises(ts.StoreClosedError):
+        await ts.get("w", store_name="nobody's")
+    assert type(starting.runtime(Registry(), "auto", None)).__name__ == "LocalRuntime"
+    said = [r.getMessage() for r in caplog.records if "some-package" in r.getMessage()]
+    assert len(said) == 1
+    assert "runtime 'bad' (from some-package) is left out: its function" in said[0]
+
+
+def test_what_is_asked_must_be_a_function(site: Site) -> None:
+    site.install("some-package", RUNTIMES, bad=RUNTIME.replace("lambda mesh: 1", "None"))
+    with pytest.raises(PluginError, match="its applies is a NoneType"):
+        site.registry().runtime("bad")
+    bad = TRANSPORT.replace('lambda context: Bid(1e-6, 1e9, "always")', "Bid(1e-6, 1e9, '')")
+    site.install("another-package", TRANSPORTS, bad=bad)
+    with pytest.raises(PluginError, match="its bid is a Bid"):
+        site.registry().transport("bad")
+
+
 def test_the_cores_own_names_are_those_of_its_packages() -> None:
     """What strangers cannot take is what its packages register, all of it."""
     found = {

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pluggy
 
 from torchstore_core.contracts import hooks
@@ -54,6 +55,10 @@ _OWN: dict[str, tuple[str, tuple[str, ...]]] = {
 OWN_NAMES = {(group, name): package for group, (package, names) in _OWN.items() for name in names}
 # Other packages are called after their plug-ins.
 _NAMED_AFTER = "torchstore-"
+
+
+# Functions of runtimes that have failed in this process.
+_warned: set[str] = set()
 
 
 def _normal(distribution: str) -> str:
@@ -432,4 +437,44 @@ def _checked(hook: str, name: str, result: Any, origin: str) -> Any:
         raise PluginError(f"{origin}: {hook} must return a {expected.__name__}")
     if result.name != name:
         raise PluginError(f"{origin}: it calls itself {result.name!r}; the names must be equal")
-    return result
+    asked = "applies" if isinstance(result, RuntimeSpec) else "bid"
+    if not callable(getattr(result, asked)):
+        raise PluginError(f"{origin}: its {asked} is a {type(getattr(result, asked)).__name__}")
+    return _guarded(result, origin) if isinstance(result, RuntimeSpec) else result
+
+
+def _guarded(spec: RuntimeSpec, origin: str) -> RuntimeSpec:
+    """Return a runtime whose functions fail for nobody: every store of every process asks them. One
+    that raises, or returns what it must not, has nothing to say, and is logged once.
+    """
+
+    def guard(name: str, kind: Any, otherwise: object) -> Any:
+        function = getattr(spec, name)
+        if function is None:
+            return None
+
+        def ask(*given: object) -> object:
+            try:
+                result = function(*given)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # noqa: BLE001 - see load_class
+                why = f"fails: {error!r}"
+            else:
+                if isinstance(result, kind):
+                    return result
+                why = f"returns {result!r}"
+            text = f"{origin} is left out: its function {name} {why}"
+            if text not in _warned:
+                _warned.add(text)
+                log.warning("%s", text)
+            return otherwise
+
+        return ask
+
+    return msgspec.structs.replace(
+        spec,
+        applies=guard("applies", int | None, None),
+        here=guard("here", object, False),
+        advise=guard("advise", str | None, ""),
+    )

@@ -36,6 +36,7 @@ class _ThreadLoop:
 
     def __init__(self) -> None:
         self.loop = _new_loop()
+        _loops.add(self.loop)
         weakref.finalize(self, _close, self.loop)
 
 
@@ -53,6 +54,8 @@ class _Local(threading.local):
 
 
 _local = _Local()
+# The loops of all threads. One that runs in a thread whose own it is not belongs to a greenlet.
+_loops: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
 _background: asyncio.AbstractEventLoop | None = None
 _lock = threading.Lock()
 
@@ -62,7 +65,7 @@ def may_block(name: str) -> None:
 
     Raises:
         ConfigurationError: an event loop is running in this thread: the program's, or, within
-            another call, the one of this module.
+            another call or in another greenlet, one of this module.
     """
     running = asyncio._get_running_loop()
     if running is not None and _local.loop is not None and running is _local.loop.loop:
@@ -70,6 +73,12 @@ def may_block(name: str) -> None:
             f"torchstore_core.blocking: {name}() was called within another call of this thread "
             "(by a signal handler, __del__, a callback of weakref or gc, or the pickling of a "
             "value), which it would keep waiting; make it after that call, or in another thread"
+        )
+    if running is not None and running in _loops:
+        raise ConfigurationError(
+            f"torchstore_core.blocking: {name}() was called while another greenlet of this thread "
+            "waits for a call, and a thread runs one event loop at a time: make calls in other "
+            f"threads (with gevent: get_hub().threadpool.apply(ts.blocking.{name}, ...))"
         )
     if running is not None:
         raise ConfigurationError(
