@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import fsspec  # type: ignore[import-untyped]
@@ -14,7 +16,9 @@ from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[impor
 from tests.support import until
 
 from torchstore_core.errors import ConfigurationError
+from torchstore_core.server.keeping.link import Given, KeeperLink
 from torchstore_core.server.memory.segment import open_memory
+from torchstore_core.server.server import Server, ServerOptions
 from torchstore_core.server.spilling.mapped import MappedSegment
 from torchstore_core.server.spilling.objects.spill_objects import SpillObjects
 from torchstore_core.server.spilling.space import PIECE, SpillSpace
@@ -245,3 +249,20 @@ async def test_what_is_freed_before_a_write_does_not_take_what_that_has_written(
     finally:
         held.set()
         threads.close()
+
+
+async def test_a_server_that_cannot_start_again_leaves_what_its_next_life_needs(
+    objects: SpillObjects, memory: MappedSegment, tmp_path: Path
+) -> None:
+    objects.write(memory, 0, orders.Extent(((0, 4096),), 0, 4096))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        facts = {"spill folder": objects.folder}
+        keeper = KeeperLink(Given(theirs.detach(), {}, facts, life=2, owner_ended=False))
+        nowhere = str(tmp_path / "gone")
+        options = ServerOptions(
+            spill="unit-storage://bucket/spilled", directory=nowhere, capacity=CAPACITY, prefault=0
+        )
+        with keeper._socket, pytest.raises((OSError, ConfigurationError)):
+            await Server(options, keeper).start()
+    assert len(Storage.store) == 1
