@@ -99,8 +99,7 @@ class Disk:
             fsspec.register_implementation("simulated", kind, clobber=True)
             patch.setattr(bucket, "_PAUSES_S", ())
         patch.setattr(threads, "Workers", functools.partial(_Threads, self))
-        for module in (moves, space, spill_file, orders):
-            patch.setattr(module, "_PAGE", PAGE)
+        patch.setattr(orders, "PAGE", PAGE)
         for module in (space, spill_file):
             patch.setattr(module, "PIECE", 2 * PAGE)
         patch.setattr(moves, "_SMALL", LINE)

@@ -20,7 +20,6 @@ from torchstore_core.wire.volumes.spilling import Place, SpillDone, SpillTrouble
 
 log = logging.getLogger(__name__)
 
-_PAGE = 4096
 # A thread reads at least so many pieces of a value.
 _LEAST_PIECES = 2
 # A job writes several values, of so many bytes in all.
@@ -325,7 +324,7 @@ class Mover:
         for tracked in found:
             if _is_small(tracked):
                 continue
-            extent = site.space.reserve(tracked.value.offset % _PAGE, tracked.value.nbytes)
+            extent = site.space.reserve(tracked.value.offset % orders.PAGE, tracked.value.nbytes)
             if extent is None:  # those before it took the room
                 continue
             tracked.extent = extent
@@ -342,7 +341,7 @@ class Mover:
     def _fits(self, tracked: Tracked, more: int = 0) -> bool:
         """Whether its file has room for a value, if ``more`` bytes are freed there."""
         value = tracked.value
-        head = 0 if _is_small(tracked) else value.offset % _PAGE
+        head = 0 if _is_small(tracked) else value.offset % orders.PAGE
         return spanned(head, value.nbytes) <= self._site(tracked).space.free + more
 
     def _give_up_copies(self, is_ready: Callable[[Tracked], bool]) -> list[Tracked]:
@@ -705,10 +704,10 @@ def _allocate_at(allocator: Allocator, head: int, nbytes: int) -> int | None:
     (128, 0)
     """
     size = max(rounded(nbytes), ALIGNMENT)
-    start = allocator.allocate(size + _PAGE)
+    start = allocator.allocate(size + orders.PAGE)
     if start is None:
         return allocator.allocate(nbytes)
-    offset = start + (head - start) % _PAGE
-    spare = [(start, offset - start), (offset + size, start + _PAGE - offset)]
+    offset = start + (head - start) % orders.PAGE
+    spare = [(start, offset - start), (offset + size, start + orders.PAGE - offset)]
     allocator.free([(at, length) for at, length in spare if length])
     return offset

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from torchstore_core.server.memory.allocator import Allocator
+from torchstore_core.wire.volumes import spilling as orders
 from torchstore_core.wire.volumes.spilling import Extent, spanned
 
-_PAGE = 4096
 #: A value is moved and checked in pieces of this many bytes.
 PIECE = 8 << 20
 
@@ -24,7 +24,7 @@ class SpillSpace:
         self.capacity = capacity
         self._written_end = 0
         self._shared: Counter[int] = Counter()  # how many values have a part of a page, if several
-        self._allocator = Allocator(capacity & -_PAGE)
+        self._allocator = Allocator(capacity & -orders.PAGE)
 
     @property
     def used(self) -> int:
@@ -64,7 +64,7 @@ class SpillSpace:
         parts: list[Extent] = []
         at = 0
         for size in sizes:
-            head = at % _PAGE
+            head = at % orders.PAGE
             parts.append(Extent(((start + at - head, spanned(head, size)),), head, size))
             at += size
         self._share(parts)
@@ -119,9 +119,9 @@ class SpillSpace:
             if self._shared[page] == 1:  # it is no longer shared
                 del self._shared[page]
             if page == start:
-                start += _PAGE
+                start += orders.PAGE
             else:
-                end -= _PAGE
+                end -= orders.PAGE
         freed = [(start, end - start)] if end > start else []
         self._allocator.free(freed)
         return freed
@@ -145,4 +145,4 @@ def _ends(extent: Extent) -> tuple[int, ...]:
     if len(extent.runs) > 1 or extent.span > PIECE:
         return ()
     [(start, size)] = extent.runs
-    return (start, start + size - _PAGE) if size > _PAGE else (start,)
+    return (start, start + size - orders.PAGE) if size > orders.PAGE else (start,)

@@ -23,11 +23,11 @@ from torchstore_core.machine.directories import MEMORY_FILE_SYSTEMS, file_system
 from torchstore_core.server.spilling.checksums import checksum
 from torchstore_core.server.spilling.mapped import MappedSegment
 from torchstore_core.server.spilling.space import PIECE
+from torchstore_core.wire.volumes import spilling as orders
 from torchstore_core.wire.volumes.spilling import Extent
 
 log = logging.getLogger(__name__)
 
-_PAGE = 4096
 _PREFIX = ".torchstore-spill-"
 
 
@@ -146,7 +146,7 @@ class SpillFile:
             DamagedError: these are not the bytes that were written.
             OSError: the disk fails.
         """
-        if offset % _PAGE != extent.head:
+        if offset % orders.PAGE != extent.head:
             self._read_through_buffer(memory.fd, offset, extent, sums, first)
             return
         for (at, nbytes), expected in zip(pieces(extent, first, sums), sums, strict=True):
@@ -161,18 +161,18 @@ class SpillFile:
         """Read whole pages of a piece in place. The first and the last page of a value may also
         have bytes of its neighbours, which must not change, so these pages go through a buffer.
         """
-        first = _PAGE if at == 0 and extent.head else 0
+        first = orders.PAGE if at == 0 and extent.head else 0
         tail = min(nbytes, extent.head + extent.nbytes - at)  # where the value ends in it
-        last = tail & -_PAGE if tail < nbytes else nbytes
+        last = tail & -orders.PAGE if tail < nbytes else nbytes
         last = max(last, first)
         if last > first:
             with view[first:last] as whole:
                 self._read(whole, extent, at + first)
         if not first and last == nbytes:
             return
-        with mmap.mmap(-1, _PAGE) as page, memoryview(page) as edge:
+        with mmap.mmap(-1, orders.PAGE) as page, memoryview(page) as edge:
             if first:
-                end = min(_PAGE, tail)
+                end = min(orders.PAGE, tail)
                 self._read(edge, extent, at)
                 view[extent.head : end] = edge[extent.head : end]
             if last < tail:
@@ -348,7 +348,7 @@ def _open_unnamed(directory: str) -> int:
         fd = _open_removed(directory)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
-        with mmap.mmap(-1, _PAGE) as page:
+        with mmap.mmap(-1, orders.PAGE) as page:
             os.pwrite(fd, page, 0)
     except OSError as error:
         if error.errno != errno.ENOSPC:

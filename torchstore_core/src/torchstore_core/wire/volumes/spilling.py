@@ -11,7 +11,8 @@ import msgspec
 
 from torchstore_core.wire.facts import Message
 
-_PAGE = 4096
+#: What a spill file is written in, bytes; a value keeps its position within one.
+PAGE = 4096
 
 
 class Extent(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -56,7 +57,7 @@ def spanned(head: int, nbytes: int) -> int:
     >>> spanned(0, 4096), spanned(64, 4096), spanned(4032, 1)
     (4096, 8192, 4096)
     """
-    return (head + nbytes + _PAGE - 1) & -_PAGE
+    return (head + nbytes + PAGE - 1) & -PAGE
 
 
 class Place(msgspec.Struct, frozen=True, gc=False, array_like=True):
