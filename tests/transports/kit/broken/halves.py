@@ -23,7 +23,7 @@ from torchstore_core.contracts.transport import (
 from torchstore_core.errors import TransportError, TransportUnavailableError
 
 _LETTER = 1 << 20
-_ASK, _LEAVE = b"ask", b"leave"
+_ASK, _LEAVE, _NEXT = b"ask", b"leave", b"next"
 
 
 class PostingLink(SimpleLink):
@@ -267,7 +267,9 @@ class Single(Simple):
 
 
 class Queueing(Simple):
-    """Serves one transfer at a time, whose client says when it begins and when it ends."""
+    """Serves one transfer at a time. Clients ask for a turn, and for the next one when it ends, so
+    that there is always one whose turn it is.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,24 +278,29 @@ class Queueing(Simple):
     async def handshake(self, peer: bytes, request: bytes) -> bytes:
         if request == _ASK:
             await self.turn.acquire()
-        elif request == _LEAVE:
+        elif request == _NEXT:
             self.turn.release()
+            await self.turn.acquire()  # when all others have had theirs that wait
         else:
             return await super().handshake(peer, request)
         return b""
 
 
 class QueueingLink(SimpleLink):
-    """Asks for its turn before each transfer."""
+    """Transfers when it is its turn."""
+
+    has_turn = False
 
     async def move(self, copies: Sequence[Copy], *, write: bool) -> None:
         if self.context.handshake is None:
             raise TransportError("there is nobody to ask")
-        await self.context.handshake(_ASK)
+        if not self.has_turn:
+            await self.context.handshake(_ASK)
+            self.has_turn = True
         try:
             await super().move(copies, write=write)
         finally:
-            await self.context.handshake(_LEAVE)
+            await self.context.handshake(_NEXT)
 
 
 class Common(Simple):
