@@ -41,7 +41,7 @@ _SHORT_CUTS = {
     "reads a version that has the number of one that is gone": 5769,
     "settles a partial version before its base": 2755,
     "takes out of the kernel's buffer what is not in its log": CHOKED + 1426,
-    "tells late what is free at a URL": 2580,
+    "tells late what is free at a URL": 101019,
     "uses pages of its disk again that are in use": 423,
 }
 
