@@ -2,55 +2,33 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.integration.plugins.examples import Example
 from tests.processes import run_script
 
-ROOT = Path(__file__).parents[3]
-EXAMPLE = ROOT / "docs/example-strategy"
-PAGE = (ROOT / "docs/writing-a-strategy.md").read_text()
+EXAMPLE = Example("strategy")
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the package is installed; a copy is built, so that nothing is left beside it."""
-    folder = tmp_path_factory.mktemp("example")
-    shutil.copytree(EXAMPLE, folder / "source")
-    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation"]
-    command += ["--no-index", "--quiet", "--disable-pip-version-check"]
-    command += ["--target", str(folder / "site"), str(folder / "source")]
-    subprocess.run(command, check=True, timeout=100)
-    return folder / "site"
-
-
-def environment(site: Path) -> dict[str, str]:
-    path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, "PYTHONPATH": path}
+    """Where the package is installed."""
+    return EXAMPLE.install(tmp_path_factory.mktemp("example"))
 
 
 def test_its_own_tests_pass(site: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."],
-        cwd=site.parent / "source",
-        env=environment(site),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = EXAMPLE.run_tests(site, "-p", "no:cacheprovider")
     assert done.returncode == 0, done.stdout
     assert re.search(r"^1\d passed", done.stdout, re.M), done.stdout
 
 
 async def test_a_store_uses_it(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", environment(site)["PYTHONPATH"])
-    used = re.search(r"await ts\.initialize\(\n(.*?)^\)$", PAGE, re.M | re.S)
+    monkeypatch.setenv("PYTHONPATH", EXAMPLE.environment(site)["PYTHONPATH"])
+    used = re.search(r"await ts\.initialize\(\n(.*?)^\)$", EXAMPLE.page, re.M | re.S)
     assert used is not None
     arguments = " ".join(used[1].split())
     out = await run_script(
@@ -92,15 +70,8 @@ def test_without_it_the_error_says_what_to_do() -> None:
 
 
 def test_the_page_shows_what_the_package_has() -> None:
-    files = [path.read_text() for path in EXAMPLE.rglob("*.*") if path.is_file()]
-    blocks = re.findall(r"^```(?:python|toml)\n(.*?)^```", PAGE, re.M | re.S)
-    shown = [block for block in blocks if "await ts.initialize" not in block]
-    assert len(shown) == 4
-    for block in shown:
-        assert any(block in text for text in files), block
+    EXAMPLE.check_page(blocks=4)
 
 
 def test_its_links_lead_somewhere() -> None:
-    for page in (ROOT / "docs/writing-a-strategy.md", EXAMPLE / "README.md"):
-        for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), target
+    EXAMPLE.check_links()

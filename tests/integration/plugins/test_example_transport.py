@@ -2,53 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.integration.plugins.examples import Example
 from tests.processes import run_script
 
-ROOT = Path(__file__).parents[3]
-EXAMPLE = ROOT / "docs/example-transport"
-PAGE = ROOT / "docs/writing-a-transport.md"
+EXAMPLE = Example("transport")
+# Without this repository's configuration and plug-ins, and with the reasons of skips.
+_STRICT = ("-rs", "-W", "error", "-p", "no:asyncio")
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the package is installed; a copy is built, so that nothing is left beside it."""
-    folder = tmp_path_factory.mktemp("example")
-    shutil.copytree(EXAMPLE, folder / "source")
-    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation"]
-    command += ["--no-index", "--quiet", "--disable-pip-version-check"]
-    command += ["--target", str(folder / "site"), str(folder / "source")]
-    subprocess.run(command, check=True, timeout=100)
-    return folder / "site"
-
-
-def environment(site: Path) -> dict[str, str]:
-    path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, "PYTHONPATH": path}
-
-
-def run_its_tests(site: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-rs", "-W", "error", "-p", "no:asyncio", "."],
-        cwd=site.parent / "source",
-        env=environment(site),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    """Where the package is installed."""
+    return EXAMPLE.install(tmp_path_factory.mktemp("example"))
 
 
 def test_its_own_tests_pass(site: Path) -> None:
     """With pytest alone: without this repository's configuration and plug-ins."""
-    done = run_its_tests(site)
+    done = EXAMPLE.run_tests(site, *_STRICT)
     assert done.returncode == 0, done.stdout
     assert re.search(r"^[45]\d passed, \d+ skipped", done.stdout, re.M), done.stdout
     reasons = re.findall(r"^SKIPPED .*?: (.*)$", done.stdout, re.M)
@@ -57,8 +31,8 @@ def test_its_own_tests_pass(site: Path) -> None:
 
 
 async def test_a_store_uses_it(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", environment(site)["PYTHONPATH"])
-    used = re.search(r"await ts\.initialize\((.*?)\)$", PAGE.read_text(), re.M)
+    monkeypatch.setenv("PYTHONPATH", EXAMPLE.environment(site)["PYTHONPATH"])
+    used = re.search(r"await ts\.initialize\((.*?)\)$", EXAMPLE.page, re.M)
     assert used is not None
     out = await run_script(
         body=f"""
@@ -85,7 +59,7 @@ def test_its_tests_notice_a_fault(site: Path) -> None:
     assert changed != before
     link.write_text(changed)
     try:
-        done = run_its_tests(site)
+        done = EXAMPLE.run_tests(site, *_STRICT)
     finally:
         link.write_text(before)
     assert done.returncode == 1, done.stdout
@@ -100,15 +74,8 @@ def test_its_tests_notice_a_fault(site: Path) -> None:
 
 
 def test_the_page_shows_what_the_package_has() -> None:
-    files = [path.read_text() for path in EXAMPLE.rglob("*.*") if path.is_file()]
-    blocks = re.findall(r"^```(?:python|toml)\n(.*?)^```", PAGE.read_text(), re.M | re.S)
-    shown = [block for block in blocks if "await ts.initialize" not in block]
-    assert len(shown) == 6
-    for block in shown:
-        assert any(block in text for text in files), block
+    EXAMPLE.check_page(blocks=6)
 
 
 def test_its_links_lead_somewhere() -> None:
-    for page in (PAGE, EXAMPLE / "README.md"):
-        for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), target
+    EXAMPLE.check_links()
