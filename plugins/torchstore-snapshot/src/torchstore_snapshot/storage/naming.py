@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 
 from torchstore_core.errors import TorchStoreError
+from torchstore_core.machine.object_storage import NO_BUCKET, REFUSED, error_code
 from torchstore_snapshot.errors import (
     BucketNotFoundError,
     SnapshotAccessError,
@@ -21,18 +22,6 @@ from torchstore_snapshot.errors import (
 
 __all__ = ["naming", "naming_local", "no_folder"]
 
-_NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
-_REFUSED = {
-    "AccessDenied",
-    "AllAccessDisabled",
-    "ExpiredToken",
-    "InvalidAccessKeyId",
-    "InvalidToken",
-    "RequestTimeTooSkewed",
-    "SignatureDoesNotMatch",
-    "401",
-    "403",
-}
 _BUSY = {
     "InternalError",
     "OperationAborted",
@@ -125,23 +114,14 @@ def no_folder(path: str, error: OSError) -> SnapshotStorageError:
     return found
 
 
-def code_of(error: BaseException) -> str:
-    """Return the code that an object store gave for an error; empty if it gave none."""
-    for which in (error, error.__cause__):
-        response = getattr(which, "response", None)
-        if isinstance(response, dict):
-            return str(response.get("Error", {}).get("Code", ""))
-    return str(getattr(error, "code", "") or "")
-
-
 def _named(error: Exception, url: str) -> Exception:
-    code = code_of(error)
+    code = error_code(error)
     details = {"path": url, "code": code}
-    if code in _NO_BUCKET:
+    if code in NO_BUCKET:
         return BucketNotFoundError(
             f"the bucket of {url!r} does not exist; create it, or correct the URL", details=details
         )
-    if code in _REFUSED or isinstance(error, (PermissionError, *_types(_NO_CREDENTIALS))):
+    if code in REFUSED or isinstance(error, (PermissionError, *_types(_NO_CREDENTIALS))):
         return SnapshotAccessError(
             f"no access to {url!r} ({error}); check the credentials that this process has for it, "
             "and what they permit",

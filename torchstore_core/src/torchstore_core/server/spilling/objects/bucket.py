@@ -22,6 +22,7 @@ from urllib.parse import unquote, urlsplit
 
 from torchstore_core.contracts.when_full import shown_place
 from torchstore_core.errors import ConfigurationError
+from torchstore_core.machine.object_storage import NO_BUCKET, REFUSED, error_code
 
 # Where folders are only beginnings of names. To "make" one may create a bucket, which nobody wants.
 _WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss", "obs", "memory"}
@@ -36,10 +37,7 @@ _PAUSES_S = (0.2, 1.0)
 # Attempts of the libraries themselves would not leave time for that.
 _S3_CONFIG = {"connect_timeout": 3, "read_timeout": 10, "retries": {"total_max_attempts": 1}}
 # What object stores answer that the next attempt is answered with, too.
-_FINAL = {
-    *("AccessDenied", "AllAccessDisabled", "ExpiredToken", "InvalidAccessKeyId", "InvalidToken"),
-    *("SignatureDoesNotMatch", "NoSuchBucket", "InvalidRange", "401", "403", "404", "416"),
-}
+_FINAL = NO_BUCKET | REFUSED | {"InvalidRange", "404", "416"}
 _FOLDER = re.compile(r"torchstore-spill-[^\s\"']*")
 # So many objects are deleted by one request, where a request may delete several; and how many
 # requests of that kind are under way at a time.
@@ -287,7 +285,7 @@ class Bucket:
         """An error whose ``strerror`` says to people what the storage has said."""
         if isinstance(error, FileNotFoundError):
             return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-        code = _code(error)
+        code = error_code(error)
         text = self._text(error)
         if code in ("InvalidRange", "416"):
             return OutOfRangeError(errno.EIO, text)
@@ -321,16 +319,7 @@ def _may_pass(error: BaseException) -> bool:
     missing = sys.modules.get("botocore.exceptions")
     if missing is not None and isinstance(error, missing.NoCredentialsError):
         return False
-    return _code(error) not in _FINAL
-
-
-def _code(error: BaseException) -> str:
-    """The code that an object store gave for an error; empty if it gave none."""
-    for which in (error, error.__cause__):
-        response = getattr(which, "response", None)
-        if isinstance(response, dict):
-            return str(response.get("Error", {}).get("Code", ""))
-    return str(getattr(error, "code", "") or "")
+    return error_code(error) not in _FINAL
 
 
 def _secrets(url: str) -> list[str]:
