@@ -54,8 +54,11 @@ async def test_the_same_after_shutdown_for_old_clients_too():
         await ts.put("k", 1)
         made = await ts.client()
     for operation in OPERATIONS.values():
-        with pytest.raises(ts.StoreClosedError, match="initialize"):
+        with pytest.raises(ts.StoreClosedError, match=r"since its .*shutdown\(\).*initialize"):
             await operation()
+    with pytest.raises(ts.StoreClosedError) as caught:
+        await ts.get("k", store_name="never there")
+    assert "since" not in str(caught.value)
     for old in (client, made):
         for call in (old.put("k", 1), old.get("k"), old.keys(), old.wait("k"), old.status()):
             with pytest.raises(ts.StoreClosedError):

@@ -29,6 +29,8 @@ from torchstore_core.errors import (
 from torchstore_core.plugins.ranking import Policy
 
 _stores: dict[str, JoinedStore] = {}
+# Names of those that its user has left, or ended.
+_left: set[str] = set()
 # Stores that this process is starting: done when they have, or have not.
 _starting: dict[str, futures.Future[None]] = {}
 
@@ -112,9 +114,11 @@ def find(store_name: str) -> JoinedStore:
     check_store_name(store_name)
     address = address_of(store_name)
     if address is None:
+        since = f" since its {shutdown_call(store_name)}" if store_name in _left else ""
         raise StoreClosedError(
-            f"there is no store {store_name!r} in this process{_nor_in_its_parents()}: `await "
-            f"initialize()` one, `await connect(address)`, or set {ADDRESS}{missing_engine()}"
+            f"there is no store {store_name!r} in this process{since}{_nor_in_its_parents()}: "
+            f"`await initialize()` one, `await connect(address)`, or set {ADDRESS}"
+            f"{missing_engine()}"
         )
     with lock:
         return _stores.setdefault(
@@ -189,7 +193,8 @@ def join(store: JoinedStore, before: JoinedStore | None) -> JoinedStore:
 
 
 def remove(store_name: str, only: JoinedStore | None = None) -> JoinedStore | None:
-    """Forget the store of that name; if ``only`` is given, no other than that.
+    """Forget the store of that name, which its user leaves or ends; if ``only`` is given, that
+    one alone, which has ended by itself.
 
     Raises:
         ConfigurationError: that is no name of a store.
@@ -198,7 +203,10 @@ def remove(store_name: str, only: JoinedStore | None = None) -> JoinedStore | No
     with lock:
         if only is not None and _stores.get(store_name) is not only:
             return None
-        return _stores.pop(store_name, None)
+        store = _stores.pop(store_name, None)
+        if store is not None and only is None:
+            _left.add(store_name)
+        return store
 
 
 # ---- fork ---------------------------------------------------------------------------------
