@@ -50,6 +50,12 @@ async def asked() -> int:
     return (await ts.status()).operations["Status"]
 
 
+async def spilled() -> int:
+    """How many bytes of values are on disk alone."""
+    spill = (await ts.status()).spill
+    return 0 if spill is None else spill.spilled_bytes
+
+
 async def leave(store_name: str = "torchstore") -> None:
     await ts.shutdown(store_name)
 
@@ -61,6 +67,7 @@ async def main() -> None:
         "get": get,
         "server": server,
         "asked": asked,
+        "spilled": spilled,
         "leave": leave,
     }
     while line := await asyncio.to_thread(sys.stdin.readline):

@@ -192,6 +192,30 @@ async def test_a_killed_server_comes_back_and_ends_with_its_last_member(four: Ra
     await four.nothing_left()
 
 
+async def test_more_than_fits_is_on_the_disks_of_both_hosts(four: Ranks, tmp_path: Path) -> None:
+    spills = {"spill": str(tmp_path), "spill_capacity": 256 << 20, "when_full": "spillable"}
+    await four.start(strategy="host", keeper=True, **spills)
+
+    async def put(rank: int) -> None:
+        for at in range(20):
+            await four.do(rank, "put", f"{at} of {rank}")
+
+    async def is_there(rank: int) -> bool:
+        other = (rank + 2) % 4
+        got = [await four.do(rank, "get", f"{at} of {other}") for at in range(20)]
+        return got == [other] * 20
+
+    await asyncio.gather(*(put(rank) for rank in _RANKS))  # 96 MB, of which 64 fit
+    assert await four.do(0, "spilled") >= 30_000_000
+    assert all(await asyncio.gather(*(is_there(rank) for rank in _RANKS)))
+    os.kill(await four.do(0, "server"), signal.SIGKILL)
+    assert all(await asyncio.gather(*(is_there(rank) for rank in _RANKS)))
+    for rank in _RANKS:
+        await four.do(rank, "leave")
+    await four.nothing_left()
+    await until(lambda: not list(tmp_path.iterdir()))
+
+
 async def test_sockets_that_somebody_removes_cost_no_volume(four: Ranks) -> None:
     await four.start(strategy="host")
     await asyncio.gather(*(four.do(rank, "put", f"of {rank}") for rank in _RANKS))
