@@ -18,19 +18,20 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 from tests.simulation.promises.states import state_of
-from tests.unit.references.test_holds import singleton
 from tests.unit.server.test_controller import HERE, META, facts, volumes
 
 from torchstore_core.errors import EvictedError, KeyNotFoundError, ObjectLostError, StoreFullError
+from torchstore_core.plugins.registry import Registry
 from torchstore_core.server.index.records import SessionRecord
 from torchstore_core.server.keeping.log import Log
 from torchstore_core.server.keeping.recorded import RecordedController
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.spilling.delays import Delayed
-from torchstore_core.server.spilling.moves import Mover
+from torchstore_core.server.spilling.moves import Mover, Site
 from torchstore_core.server.spilling.objects.spill_objects import SpillObjects
 from torchstore_core.server.spilling.policy import State, Tracked
 from torchstore_core.server.spilling.spill_file import SpillFile
+from torchstore_core.server.spilling.threads import SpillThreads
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.volumes.spilling import Extent, spanned
 
@@ -56,6 +57,9 @@ def _failure(tracked: Tracked) -> str:
 class World:
     """One store, its segment, its spill file, and what its clients know."""
 
+    capacities: tuple[int, ...] = (CAPACITY,)
+    strategy = "singleton"
+
     def __init__(self, folder: Path, records: list[VolumeRecord], seed: int, disk: int) -> None:
         self.chance = random.Random(seed)
         self.records = records
@@ -79,6 +83,9 @@ class World:
         """The same for the next life, before this one has let go of it."""
         return SpillFile(str(self.folder), self.file.capacity, os.dup(self.file.fd))
 
+    def mover_of(self, file: Any, records: list[VolumeRecord], memories: list[int]) -> Mover:
+        return Mover.here(file, records, memories, self.soon.put)
+
     def begin(self, file: Any) -> None:
         """One life of the server."""
         self.file = file
@@ -86,11 +93,11 @@ class World:
         self.timers: list[tuple[float, int, Callable[[], None]]] = []
         records = [VolumeRecord(v.info, v.memory, v.halves) for v in self.records]
         memories = [v.memory.fd for v in records]  # type: ignore[attr-defined]
-        self.mover = Mover.here(file, records, memories, self.soon.put)
+        self.mover = self.mover_of(file, records, memories)
         self.controller = RecordedController(
             self.logs[-1],
             records,
-            singleton(),
+            Registry().strategy(self.strategy)(),
             prefault=False,
             mover=self.mover,
             later=self.later,
@@ -124,11 +131,16 @@ class World:
         """
         values = self.controller.spilling.values
         self.away = max(self.away, values.away)
-        end = 0
-        extents = [t.extent for t in values.all() if t.extent is not None]
-        for offset, size in sorted(part for extent in extents for part in _own(extent)):
-            assert offset >= end, "two values have the same part of the file"
-            end = offset + size
+        for site in range(len(self.mover.sites)):
+            end = 0
+            extents = [
+                t.extent
+                for t in values.all()
+                if t.extent is not None and self.mover._number(t) == site
+            ]
+            for offset, size in sorted(part for extent in extents for part in _own(extent)):
+                assert offset >= end, "two values have the same part of the file"
+                end = offset + size
         kept = (State.CACHED, State.ON_DISK, State.READING)
         return sorted(
             (t.number, t.key, t.state, t.state in kept[1:] and (t.extent, t.sums, _failure(t)))
@@ -341,11 +353,45 @@ class AtAUrl(World):
             self.turn(wait=True)
 
 
+class Apart(World):
+    """One of two volumes, each with a spill file of its own, of which one is soon full."""
+
+    capacities = (CAPACITY, CAPACITY)
+    strategy = "spread"
+    reserved = 0
+
+    def new_file(self, disk: int) -> Any:
+        return [SpillFile(str(self.folder), size) for size in (disk, 4 << 20)]
+
+    def file_again(self) -> Any:
+        return [SpillFile(str(self.folder), one.capacity, os.dup(one.fd)) for one in self.file]
+
+    def mover_of(self, file: Any, records: list[VolumeRecord], memories: list[int]) -> Mover:
+        both = zip(file, memories, strict=True)
+        threads = [SpillThreads(one, [memory], self.soon.put) for one, memory in both]
+        sites = [Site(one.file.capacity, one) for one in threads]
+        return Mover(str(self.folder), sites, records, by_volume=True)
+
+    def lose_the_controller(self, *, anew: bool) -> None:
+        spilling, sites = self.controller.spilling, self.mover.sites
+        full, takes_more = (
+            not spilling._leaves_room(at, site, self.controller.volumes[at : at + 1], max(SIZES))
+            for at, site in enumerate(sites)
+        )
+        self.reserved += full and not takes_more
+        super().lose_the_controller(anew=anew)
+
+    def finish(self) -> None:
+        assert self.reserved, "no put had to leave the volume alone whose disk was full"
+        super().finish()
+
+
 @pytest.mark.parametrize(
     ("kind", "seed", "disk"),
     [
         *((World, seed, 4 << 20) for seed in (0, 1)),
         *((World, seed, 384 << 10) for seed in (2, 4)),
+        *((Apart, seed, 192 << 10) for seed in (0, 1)),
         *((AtAUrl, seed, disk) for seed, disk in ((0, 4 << 20), (2, 384 << 10))),
     ],
 )
@@ -355,7 +401,7 @@ def test_what_is_on_disk_is_there_again(
     """Where values lie, in memory and on disk, is what it was; also while some are being read, and
     when copies on disk are given up because the disk is full.
     """
-    with volumes(CAPACITY) as records:
+    with volumes(*kind.capacities) as records:
         world = kind(tmp_path, records, seed, disk)
         try:
             world.live()

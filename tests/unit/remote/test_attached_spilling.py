@@ -25,6 +25,7 @@ from torchstore_core.server.remote.attached import VolumeConnection
 from torchstore_core.server.remote.spill_files import VolumeFile
 from torchstore_core.server.spilling.moves import Mover
 from torchstore_core.server.spilling.policy import State
+from torchstore_core.server.spilling.spill_file import SpillFile
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import encode
 
@@ -119,6 +120,41 @@ async def test_a_disk_of_a_volume_that_is_full(
             await client.delete(f"k{count}")
         for at in range(count):
             assert torch.equal(await client.get(f"k{at}"), noise(4 * MB, at))
+
+
+async def test_a_full_disk_of_one_volume_leaves_puts_to_the_others(
+    stage: Backstage, tmp_path: Path
+) -> None:
+    spills = {"spill": str(tmp_path), "when_full": "spillable"}
+    async with attached(stage, tmp_path, 2, **spills) as made:
+        client = await _client(made, 2)
+        count = 45
+        for at in range(count):
+            await client.put(f"k{at}", noise(4 * MB, at))
+        file = made.lines[0]._spill
+        assert file is not None
+        assert isinstance(file._file, SpillFile)
+        fd = file._file.fd
+        only_to_read = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)  # nothing can be written to it
+        os.dup2(only_to_read, fd, inheritable=False)
+        os.close(only_to_read)
+        for at in range(count, 2 * count):
+            await client.put(f"k{at}", noise(4 * MB, at))
+        assert (await client.status()).spill.trouble == os.strerror(errno.EBADF)
+        newest = made.server.controller.catalog.newest
+        assert {newest[f"k{at}"].volume for at in range(count + 16, 2 * count)} == {1}
+        on_its_disk = [
+            int(one.key[1:])
+            for one in made.server.controller.spilling.values.all()
+            if one.state is State.ON_DISK and one.value.volume == 0
+        ]
+        for at in {*range(2 * count)}.difference(on_its_disk):
+            assert torch.equal(await client.get(f"k{at}"), noise(4 * MB, at)), at
+            if newest[f"k{at}"].volume == 0:
+                await client.delete(f"k{at}")  # there may have been no room that was not needed
+        assert on_its_disk
+        for at in on_its_disk:
+            assert torch.equal(await client.get(f"k{at}"), noise(4 * MB, at)), at
 
 
 @pytest.fixture

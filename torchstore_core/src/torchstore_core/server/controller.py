@@ -407,8 +407,13 @@ class Controller:
         """
         prefix = "" if collective is None else collective.prefix
         spilling = self.spilling
-        while not spilling.active or spilling.leaves_room(placed + inline):
-            sought = facts, items, prefix, placed, inline, sizes
+        reserved: frozenset[int] | None = frozenset()
+        while True:
+            if spilling.active:
+                reserved = spilling.reserved(placed + inline)
+            if reserved is None:
+                break
+            sought = facts, items, prefix, placed, inline, sizes, reserved
             placements = find_place(self.strategy, self.volumes, *sought)
             if placements is not None:
                 return placements
@@ -417,7 +422,7 @@ class Controller:
             fits = placed + inline <= most_bytes(self.strategy, self.volumes)
             if fits and spilling.active:
                 taken = keys if collective is not None else [item.key for item in items]
-                if spilling.make_room(placed + inline, taken):
+                if spilling.make_room(placed + inline, taken, reserved):
                     continue
             freed = self.unfinished.reclaim(keys, kept) if fits else None
             if freed is None:

@@ -59,10 +59,11 @@ class _Ended(msgspec.Struct, array_like=True, tag=3):
     how: int
 
 
-class _Left(msgspec.Struct, array_like=True, tag=4):
-    """A put was not free to take memory: values on disk need it to come back."""
+class _Reserved(msgspec.Struct, array_like=True, tag=4):
+    """A put was not free to take memory of these volumes: values on disk need it to come back."""
 
     how: int
+    volumes: list[int]
 
 
 class _Read(msgspec.Struct, array_like=True, tag=5):
@@ -78,7 +79,7 @@ class _Read(msgspec.Struct, array_like=True, tag=5):
     content: bytes = b""
 
 
-_Step = _Dropped | _Evicted | _Reading | _Ended | _Left | _Read
+_Step = _Dropped | _Evicted | _Reading | _Ended | _Reserved | _Read
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Step).decode
 _decode_extent = msgspec.msgpack.Decoder(Extent).decode
@@ -111,14 +112,16 @@ class RecordedSpilling(Spilling):
 
     # ---- requests -------------------------------------------------------------------------
 
-    def make_room(self, nbytes: int, keys: Collection[str] = ()) -> bool:
+    def make_room(
+        self, nbytes: int, keys: Collection[str] = (), reserved: Collection[int] = ()
+    ) -> bool:
         if self._mover is None:
-            return super().make_room(nbytes, keys)
+            return super().make_room(nbytes, keys, reserved)
         if self._repeats:
             return self._steps_again(self._mover)
         how = _REFUSED
         try:
-            how = int(super().make_room(nbytes, keys))
+            how = int(super().make_room(nbytes, keys, reserved))
         except Delayed:
             how = _DELAYED
             raise
@@ -126,26 +129,28 @@ class RecordedSpilling(Spilling):
             self._record(_encode(_Ended(how)), 0)
         return bool(how)
 
-    def leaves_room(self, nbytes: int) -> bool:
+    def reserved(self, nbytes: int) -> frozenset[int] | None:
         if self._mover is None:
-            return super().leaves_room(nbytes)
+            return super().reserved(nbytes)
         if self._repeats:
             body = self._next_step(False)
             step = None if body is None else _decode(body)
-            if not isinstance(step, _Left):
-                return True
+            if not isinstance(step, _Reserved):
+                return frozenset()
             self._next_step(True)
             if step.how == _DELAYED:
                 raise _delayed()
-            return False
+            return frozenset(step.volumes) if step.how == _YES else None
         try:
-            if super().leaves_room(nbytes):
-                return True
+            found = super().reserved(nbytes)
         except Delayed:
-            self._record(_encode(_Left(_DELAYED)), 0)
+            self._record(_encode(_Reserved(_DELAYED, [])), 0)
             raise
-        self._record(_encode(_Left(_NO)), 0)
-        return False
+        if found is None:
+            self._record(_encode(_Reserved(_NO, [])), 0)
+        elif found:
+            self._record(_encode(_Reserved(_YES, sorted(found))), 0)
+        return found
 
     def _use_away(self, tracked: Sequence[Tracked], away: Sequence[Tracked], mover: Mover) -> None:
         if self._repeats:
@@ -170,7 +175,7 @@ class RecordedSpilling(Spilling):
         of = self._numbered.__getitem__
         while (body := self._next_step(False)) is not None:
             step = _decode(body)
-            if isinstance(step, _Left | _Read):
+            if isinstance(step, _Reserved | _Read):
                 break
             self._next_step(True)
             match step:

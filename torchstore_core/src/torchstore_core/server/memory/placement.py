@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
@@ -108,12 +108,14 @@ def find_place(
     placed: int,
     inline: int,
     sizes: list[int],
+    reserved: Collection[int] = (),
 ) -> list[Placement] | None:
     """Allocate memory for the items on live volumes with room, in the strategy's order, on as many
     volumes as it wants copies. Returns None if there is not enough room.
 
     Args:
         prefix: prepended to the items' keys before they are passed to the strategy.
+        reserved: volumes that get nothing of it; not the only one.
 
     Raises:
         PluginError: the strategy fails, or names no volume or one that does not exist.
@@ -144,7 +146,7 @@ def find_place(
     copies = strategy_calls.copies(strategy)
     too_large: dict[int, int] = {}  # by fragmented volume: the value size from which it has no room
     while True:
-        assigned = _assign(groups, known, copies, too_large)
+        assigned = _assign(groups, known, copies, too_large, reserved)
         if assigned is None:
             return None
         placements = _allocated(assigned, volumes)
@@ -187,9 +189,10 @@ def _assign(
     known: Sequence[VolumeFacts],
     copies: int,
     too_large: Mapping[int, int],
+    reserved: Collection[int],
 ) -> dict[tuple[int, ...], list[_Group]] | None:
     """Assign the groups to volumes; None if there is not enough room for all of them."""
-    room = {v.index: v.free_bytes for v in known if not v.lost}
+    room = {v.index: v.free_bytes for v in known if not v.lost and v.index not in reserved}
     found: dict[tuple[int, ...], list[_Group]] = {}
     for group in groups:
         order = [at for at in group.order if at in room]

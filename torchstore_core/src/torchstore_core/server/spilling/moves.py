@@ -282,6 +282,7 @@ class Mover:
             site
             for number, site in enumerate(self.sites)
             if not site.lost
+            and (only is None or not self.by_volume or number in only)
             and (
                 now >= site.paused_until
                 or (at_any_price and site.is_full and values.copied[number])

@@ -220,17 +220,23 @@ class Spilling:
 
     # ---- room -----------------------------------------------------------------------------
 
-    def make_room(self, nbytes: int, keys: Collection[str] = ()) -> bool:
+    def make_room(
+        self, nbytes: int, keys: Collection[str] = (), reserved: Collection[int] = ()
+    ) -> bool:
         """Free memory, for ``nbytes``. Returns whether some was freed, so that it is worth while to
         try again; False if nothing can be.
 
         Args:
             keys: of the put that needs it; the newest versions of these are not evicted.
+            reserved: the volumes that the put leaves alone.
 
         Raises:
             Delayed: some will be freed soon.
         """
-        return self._make_room(nbytes, keys)
+        if not reserved:
+            return self._make_room(nbytes, keys)
+        others = {v.index for v in self._volumes} - {*reserved}
+        return self._make_room(nbytes, keys, others)
 
     def _make_room(
         self, nbytes: int, keys: Collection[str] = (), only: Collection[int] | None = None
@@ -290,26 +296,33 @@ class Spilling:
             why.append(f"nothing could be written to {where}: {mover.trouble}")
         return f"memory was full; {', '.join(why)}" if why else "memory was full"
 
-    def leaves_room(self, nbytes: int) -> bool:
-        """Whether values on disk can still be brought back after a put of so many bytes. While the
-        disk takes more, they can: others are written there instead. When it is full, a range of
-        memory has to be left for the largest of them. (It can still be lost, because what stays in
-        memory depends on what is read meanwhile; then the get of such a value is refused until
-        something is deleted.)
+    def reserved(self, nbytes: int) -> frozenset[int] | None:
+        """The volumes that a put of so many bytes has to leave alone, so that values on disk can
+        still be brought back; None: all that are not lost. While the disk takes more, they can:
+        others are written there instead. When it is full, a range of memory has to be left for the
+        largest of them. (It can still be lost, because what stays in memory depends on what is read
+        meanwhile; then the get of such a value is refused until something is deleted.)
 
         Raises:
-            Delayed: it is being tried whether the disk takes more now.
+            Delayed: that would be all, and it is being tried whether the disk takes more now.
         """
         mover = self._mover
-        if mover is None or all(
-            self._leaves_room(number, site, self._served(mover, number), nbytes)
+        if mover is None:
+            return frozenset()
+        full = [
+            volume.index
             for number, site in enumerate(mover.sites)
-        ):
-            return True
-        mover.write(nbytes)
+            if not self._leaves_room(number, site, self._served(mover, number), nbytes)
+            for volume in self._served(mover, number)
+        ]
+        if not full:
+            return frozenset()
+        mover.write(nbytes, only=full)
+        if not all(volume.lost or volume.index in full for volume in self._volumes):
+            return frozenset(full)
         if self.values.bytes_of[State.WRITING]:
             raise self.delayed(self._why_full(mover))
-        return False
+        return None
 
     def _served(self, mover: Mover, number: int) -> Sequence[VolumeRecord]:
         """The volumes to which what one of the spill files has can come back."""
@@ -318,7 +331,7 @@ class Spilling:
     def _leaves_room(
         self, number: int, site: Site, volumes: Sequence[VolumeRecord], nbytes: int
     ) -> bool:
-        """:meth:`leaves_room` for what one of the spill files has."""
+        """Whether what one of the spill files has can come back after a put of so many bytes."""
         if site.lost:
             return True
         left = 0 if site.trouble else site.left
