@@ -86,6 +86,7 @@ def _volumes(count: int, hosts: int, *, lost: int = 0, full: int = 0) -> tuple[V
             16 * _GIB,
             0 if (lost | full) >> at & 1 else (16 - at % 5) * _GIB,
             bool(lost >> at & 1),
+            f"{'abcdefgh'[at * hosts // count]}",
         )
         for at in range(count)
     )
