@@ -75,6 +75,23 @@ def test_a_copy_on_the_clients_host_is_read_if_there_is_one(
     assert (chosen.host_id == who.host_id) is any(v.host_id == who.host_id for v in copies)
 
 
+@pytest.mark.parametrize("strategy", [ReplicatedStrategy(), ReplicatedStrategy(HashStrategy(), 3)])
+@given(Clients, Volumes, st.integers(0, 1000), st.sets(st.integers(0, 8)))
+def test_a_copy_is_made_again_on_the_host_with_the_fewest(
+    strategy: Strategy, who: ClientFacts, where: list[VolumeFacts], nbytes: int, copies: set[int]
+) -> None:
+    there = [at for at in sorted(copies) if at < len(where)]
+    order = strategy.place_copy(who, where, nbytes, "w", there)
+    assert sorted(order) == list(range(len(where)))
+    room = [v for v in where if v.free_bytes >= nbytes and v.index not in there]
+    on_host = Counter(where[at].host_id for at in there)
+    if room:
+        assert on_host[where[order[0]].host_id] == min(on_host[v.host_id] for v in room)
+    assert strategy.place_copy(who, where, nbytes, "w", ()) == strategy.place(
+        who, where, nbytes, ["w"]
+    )
+
+
 @given(Clients, Volumes, st.integers(0, 1 << 40))
 def test_singleton_uses_the_first_volume_alone(
     who: ClientFacts, where: list[VolumeFacts], nbytes: int

@@ -7,6 +7,7 @@ import itertools
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,9 +18,13 @@ from time import monotonic_ns
 from typing import Any
 
 import pytest
+from msgspec.structs import force_setattr
 
 from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFacts
 from torchstore_core.testing import StrategyConformance, strategies
+
+# As somebody reads a configuration who has tried it on one machine.
+RANK = os.environ.get("RANK_OF_THE_KIT")
 
 _count = itertools.count()
 _remembered: dict[tuple[str, ...], int] = {}
@@ -29,6 +34,7 @@ class Broken(Strategy, frozen=True, tag="broken"):
     """Wrong in the way that it is told to be."""
 
     how: Any = ""
+    asked: int = 0
 
     @property
     def copies(self) -> int:
@@ -89,12 +95,59 @@ class Broken(Strategy, frozen=True, tag="broken"):
                 import torch  # noqa: F401 - as somebody does who wants to be quick at import
             case "imports":
                 importlib.import_module("reads_environment")
+            case "file":
+                first = len(Path(__file__).read_bytes()) % len(volumes)
+                return [*everything[first:], *everything[:first]]
+            case "host name":
+                return everything if socket.gethostname() != client.hostname else everything[::-1]
+            case "folder":
+                first = len(Path.cwd().parts) % len(volumes)
+                return [*everything[first:], *everything[:first]]
+            case "env at import":
+                first = int(RANK or -1) % len(volumes)
+                return [*everything[first:], *everything[:first]]
+            case "many keys":
+                return everything if all(keys.count(key) for key in keys) else everything[::-1]
+            case "many volumes":
+                return everything if len(volumes) < 100 else [everything["abc"]]  # type: ignore[call-overload]
+            case "its own field":
+                force_setattr(self, "asked", self.asked + 1)
             case "fails":
                 raise ZeroDivisionError
             case "changes":
                 if isinstance(volumes, list):
                     volumes.clear()
         return everything
+
+    def place_copy(
+        self,
+        client: ClientFacts,
+        volumes: Sequence[VolumeFacts],
+        nbytes: int,
+        key: str,
+        copies: Sequence[int],
+    ) -> Sequence[int]:
+        others = [at for at in range(len(volumes)) if at not in copies]
+        match self.how:
+            case "copy beyond":
+                return [*others, len(volumes)]
+            case "copy twice":
+                return others * 2
+            case "copy nowhere":
+                return []
+            case "copy random":
+                return others if next(_count) % 2 else others[::-1]
+            case "copy first":
+                return others if copies[0] else others[::-1]
+            case "copy hash":
+                first = hash(key) % len(others)
+                return [*others[first:], *others[:first]]
+            case "copy changes":
+                if isinstance(copies, list):
+                    copies.append(0)
+            case "copy field":
+                force_setattr(self, "asked", self.asked + 1)
+        return others
 
     def choose(self, client: ClientFacts, copies: Sequence[VolumeFacts]) -> int:
         if self.how == "choose late":
@@ -118,6 +171,9 @@ LATER = "test_the_answer_is_the_same_later"
 PLACES = "test_it_names_volumes_that_are_there_each_once"
 ENOUGH = "test_it_names_enough_volumes"
 ELSEWHERE = "test_another_process_gives_the_same_answers"
+COPY = "test_it_names_volumes_for_a_further_copy"
+CHANGES = "test_it_changes_nothing_that_it_is_given"
+LARGE = "test_it_is_quick_in_a_large_store"
 ENVIRONMENT = "test_it_reads_no_environment_variable"
 
 
@@ -146,7 +202,22 @@ WRONG = [
     ("has env", ENVIRONMENT, "PATH"),
     ("choose env", ENVIRONMENT, "NOBODY_HAS_THIS"),
     ("by_key", "test_copies_and_by_key_make_sense", "by_key were .* and then"),
-    ("changes", "test_it_changes_nothing_that_it_is_given", "changed the list"),
+    ("changes", CHANGES, "changed the list"),
+    ("its own field", CHANGES, "changed the strategy"),
+    ("copy changes", CHANGES, "place_copy.* changed the list"),
+    ("copy field", CHANGES, "place_copy changed the strategy"),
+    ("copy beyond", COPY, "no position in a list"),
+    ("copy twice", COPY, "one of them twice"),
+    ("copy nowhere", COPY, "named no volume"),
+    ("copy random", COPY, "gave .*, then"),
+    ("copy first", COPY, r"beside copies on \[\].* raised IndexError"),
+    ("copy hash", ELSEWHERE, "place_copy, beside .* in another process"),
+    ("file", ELSEWHERE, "open .*test_strategy_kit.py"),
+    ("host name", ELSEWHERE, "socket.gethostname"),
+    ("folder", ELSEWHERE, "in another process"),
+    ("env at import", ELSEWHERE, "in another process"),
+    ("many keys", LARGE, "s of a processor"),
+    ("many volumes", LARGE, "raised TypeError"),
     ("copies", "test_copies_and_by_key_make_sense", "an int above 0"),
     ("choose", "test_it_chooses_a_copy_that_is_there", "no position in a list"),
     ([], "test_equal_ones_are_equal_and_can_be_hashed", "use tuples"),
@@ -155,7 +226,10 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("how", "test", "says"), WRONG)
-def test_what_is_wrong_is_found_and_said(how: Any, test: str, says: str) -> None:
+def test_what_is_wrong_is_found_and_said(
+    how: Any, test: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "RANK", "3")
     with pytest.raises(pytest.fail.Exception, match=says):
         getattr(Kit(how), test)()
 
@@ -174,6 +248,20 @@ def test_what_an_import_reads_is_not_what_place_reads(
     monkeypatch.delitem(sys.modules, name, raising=False)
     Kit("imports").test_it_reads_no_environment_variable()
     assert sys.modules.pop(name, None) is not None
+
+
+class Misspelt(Strategy, frozen=True, tag="misspelt"):
+    def placed(self, client: ClientFacts, volumes: Sequence[VolumeFacts]) -> Sequence[int]:
+        return [0]
+
+
+def test_a_strategy_that_decides_nothing_is_found() -> None:
+    class MisspeltKit(StrategyConformance):
+        def make(self) -> Strategy:
+            return Misspelt()
+
+    with pytest.raises(pytest.fail.Exception, match=r"Misspelt has none of place, .* misspelt"):
+        MisspeltKit().test_it_decides_something()
 
 
 def test_a_kit_without_make_says_so() -> None:

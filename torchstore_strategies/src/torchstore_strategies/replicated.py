@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from msgspec.structs import force_setattr
@@ -76,15 +77,40 @@ class ReplicatedStrategy(Strategy, frozen=True, tag="replicated"):
         and so on. Volumes that the base strategy does not name come last, and so do those that are
         lost or have no room for the put.
         """
+        return self._apart(client, volumes, nbytes, keys, ())
+
+    def place_copy(
+        self,
+        client: ClientFacts,
+        volumes: Sequence[VolumeFacts],
+        nbytes: int,
+        key: str,
+        copies: Sequence[int],
+    ) -> Sequence[int]:
+        """Return the volumes of hosts that have the fewest copies first, otherwise in the order of
+        :meth:`place`.
+        """
+        return self._apart(client, volumes, nbytes, (key,), copies)
+
+    def _apart(
+        self,
+        client: ClientFacts,
+        volumes: Sequence[VolumeFacts],
+        nbytes: int,
+        keys: Sequence[str],
+        copies: Sequence[int],
+    ) -> Sequence[int]:
         order = list(dict.fromkeys(self.base.place(client, volumes, nbytes, keys)))
         # The base strategy decides where the first copy goes; the others may go anywhere.
         order += [v.index for v in volumes if v.index not in order]
         usable = [at for at in order if not volumes[at].lost and volumes[at].free_bytes >= nbytes]
+        usable = [at for at in usable if at not in copies]
+        on_host = Counter(volumes[at].host_id for at in copies)
         turns: dict[int, int] = {}
-        on_host: dict[str, int] = {}
         for at in usable:
             host = volumes[at].host_id
-            turns[at] = on_host[host] = on_host.get(host, -1) + 1
+            turns[at] = on_host[host]
+            on_host[host] += 1
         usable.sort(key=turns.__getitem__)
         return [*usable, *(at for at in order if at not in turns)]
 

@@ -1,7 +1,7 @@
 """The strategy contract: where a put goes, and which copy a get should use.
 
 A strategy is data (a frozen msgspec Struct, so that it can be sent to another process without
-pickle) plus two pure methods, which the controller calls with plain values. The class is found by
+pickle) plus pure methods, which the controller calls with plain values. The class is found by
 its entry-point name in the group ``torchstore.strategies``.
 
 Strategies may be nested: a field of type ``Strategy`` accepts any other strategy. See
@@ -36,6 +36,10 @@ class ClientFacts(msgspec.Struct, frozen=True, array_like=True):
 class VolumeFacts(msgspec.Struct, frozen=True, array_like=True):
     """Facts about a volume: its position in the store's list, its host, and its memory in bytes.
 
+    ``host_id`` tells hosts apart, and is a random number for each start of a machine unless
+    TORCHSTORE_HOST_ID names it; ``hostname`` is what people call the host. ``free_bytes`` does not
+    count what would leave memory (``when_full=``) if there were no room otherwise.
+
     ``lost``: the volume's memory is permanently lost, or nothing may be placed there because it is
     drained. It stays in the list, so that the indices of the other volumes do not change, and the
     controller skips it if a strategy returns it.
@@ -47,6 +51,7 @@ class VolumeFacts(msgspec.Struct, frozen=True, array_like=True):
     capacity_bytes: int
     free_bytes: int
     lost: bool = False
+    hostname: str = ""
 
 
 class Strategy(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +101,30 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True):
                 :attr:`by_key` there is exactly one.
         """
         return range(len(volumes))
+
+    def place_copy(
+        self,
+        client: ClientFacts,
+        volumes: Sequence[VolumeFacts],
+        nbytes: int,
+        key: str,
+        copies: Sequence[int],
+    ) -> Sequence[int]:
+        """Return the volumes to try for a further copy of a value, because a volume that had one
+        was lost or is drained: best first, as positions in ``volumes``.
+
+        The first of them that is alive, has room and no copy yet gets it; if none has, any other
+        volume does. The default is what :meth:`place` returns. A strategy that keeps copies apart
+        overrides this: a volume that is best for a new value may be beside a copy that is left.
+
+        Args:
+            client: the process that put the value.
+            volumes: see :meth:`place`; those that are drained are marked as lost.
+            key: the key of the value.
+            copies: the positions of the volumes whose copies stay; if there is none, the value is
+                still on a volume that is drained.
+        """
+        return self.place(client, volumes, nbytes, (key,))
 
     def choose(self, client: ClientFacts, copies: Sequence[VolumeFacts]) -> int:
         """Return the position in ``copies`` of the copy that a get should read.

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import datetime
 import itertools
+import linecache
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -45,18 +47,33 @@ _NUMBERS = (0.0, 0.999, 0.5, 0.25, 0.75)
 # A strategy that counts its calls is given this many calls, or seconds, to change an answer.
 _ANSWERS, _ANSWERS_S = 30_000, 2.0
 
-# A program that prints the answers of another process. That process has another hash seed and pid,
-# asks the last question first, and must not import torch.
+# A batch, and a store, that are as large as they get; and seconds of a processor that an answer may
+# take, in which a server serves nobody else.
+_MANY_KEYS, _MANY_VOLUMES, _ANSWER_S = 20_000, 500, 2.0
+
+# What another process keeps of the environment: what an interpreter needs to start. A server may
+# have been started by anybody.
+_NEEDED = re.compile(r"PATH$|PYTHON|LD_|DYLD_|VIRTUAL_ENV|TMPDIR$|COV|SYSTEMROOT$")
+# What a pure function does not do, as Python's audit events: to ask the system.
+_OUTSIDE = re.compile(
+    r"open$|socket\.|subprocess\.|os\.(listdir|scandir|system|exec|fork|posix_spawn)"
+)
+
+# A program that prints the answers of another process. That process has another hash seed, pid,
+# environment and working directory, asks the last question first, and must not import torch.
 _ELSEWHERE = """
-import importlib, json, os, sys
+import importlib, json, os, sys, warnings
 name, fields, (module, cls), pid = json.loads(sys.stdin.read())
 os.getpid = lambda: pid + 1
 from torchstore_core.plugins.strategy_data import decode_strategy
-from torchstore_core.testing.strategies import answers, own_registry
+from torchstore_core.testing.strategies import answers, audited, own_registry
+warnings.simplefilter("ignore")
 before = set(sys.modules)
 strategy_class = getattr(importlib.import_module(module), cls)
 strategy = decode_strategy(name, fields.encode(), own_registry(strategy_class))
-print(json.dumps([*answers(strategy, -1), "torch" in set(sys.modules) - before]))
+with audited() as outside:
+    found = answers(strategy, -1)
+print(json.dumps([*found, sorted(outside), "torch" in set(sys.modules) - before]))
 """
 
 
@@ -86,6 +103,7 @@ def _volumes(count: int, hosts: int, *, lost: int = 0, full: int = 0) -> tuple[V
             16 * _GIB,
             0 if (lost | full) >> at & 1 else (16 - at % 5) * _GIB,
             bool(lost >> at & 1),
+            f"{'abcdefgh'[at * hosts // count]}",
         )
         for at in range(count)
     )
@@ -116,9 +134,31 @@ def _choices() -> Iterator[tuple[ClientFacts, Sequence[VolumeFacts]]]:
         yield client, _volumes(8, 4)
 
 
+def _copies_left(question: _Question) -> Iterator[Sequence[int]]:
+    """Yield copies that may be left of a value when others are lost, or on drained volumes."""
+    living = [v.index for v in question.volumes if not v.lost]
+    yield ()
+    for count in (1, 2):
+        if len(living) > count:
+            yield living[-count:]
+
+
+def _further(strategy: Strategy) -> Iterator[tuple[_Question, Sequence[int]]]:
+    """Yield calls of ``place_copy``: in stores of several volumes, one key at a time."""
+    for question in questions(strategy):
+        if len(question.volumes) > 1 and len(question.keys) == 1:
+            for copies in _copies_left(question):
+                yield question, copies
+
+
+def _place_copy(strategy: Strategy, question: _Question, copies: Sequence[int]) -> list[int]:
+    client, volumes, nbytes, (key,) = question
+    return list(strategy.place_copy(client, volumes, nbytes, key, copies))
+
+
 def answers(strategy: Strategy, step: int = 1) -> tuple[list[list[int]], list[int], list[str]]:
-    """Return a strategy's answers to all questions and choices, and the names of the environment
-    variables that it has read.
+    """Return a strategy's answers to all questions (those for further copies, too) and choices, and
+    the names of the environment variables that it has read.
 
     Args:
         step: -1 asks the last question first; the order of the results is the same.
@@ -135,16 +175,39 @@ def answers(strategy: Strategy, step: int = 1) -> tuple[list[list[int]], list[in
     with pytest.MonkeyPatch.context() as patch:
         asked, choices = list(questions(strategy))[::step], list(_choices())[::step]
         patch.setattr(environ, "__getitem__", noted)
+        further = list(_further(strategy))[::step]
         placed = [list(strategy.place(*question)) for question in asked]
+        copied = [_place_copy(strategy, *question) for question in further]
         chosen = [strategy.choose(*choice) for choice in choices]
-    return placed[::step], chosen[::step], sorted(read)
+    return placed[::step] + copied[::step], chosen[::step], sorted(read)
+
+
+@contextlib.contextmanager
+def audited() -> Iterator[set[str]]:
+    """Collect what is done in the block that :data:`_OUTSIDE` names, except by imports. For a
+    process that ends soon: what Python calls for it stays.
+    """
+    found: set[str] = set()
+    is_on = [True]
+
+    def note(event: str, given: tuple[Any, ...]) -> None:
+        if is_on[0] and _OUTSIDE.match(event) and not _importing():
+            found.add(f"{event} {given[0]!r}"[:200] if given else event)
+
+    sys.addaudithook(note)
+    try:
+        yield found
+    finally:
+        is_on[0] = False
 
 
 def _importing() -> bool:
-    """Return whether a module is being imported, whose reads do not count as the strategy's."""
+    """Return whether a module is being imported, or its source is shown in a log: such reads do not
+    count as the strategy's.
+    """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+        if frame.f_code.co_filename in ("<frozen importlib._bootstrap>", linecache.__file__):
             return True
         frame = frame.f_back
     return False
@@ -289,6 +352,15 @@ class StrategyConformance:
             f'declare it `class {name}(Strategy, frozen=True, tag="its-entry-point-name")`',
         )
 
+    def test_it_decides_something(self) -> None:
+        cls = type(self.make())
+        names = ("place", "place_copy", "choose", "copies", "by_key")
+        _check(
+            any(getattr(cls, name) is not getattr(Strategy, name) for name in names),
+            f"{cls.__name__} has none of {', '.join(names)}, so it is like Strategy itself; is one "
+            "of them misspelt?",
+        )
+
     def test_it_is_found_by_its_name(self) -> None:
         if not self.installed:
             pytest.skip("said to be not installed")
@@ -410,7 +482,7 @@ class StrategyConformance:
                 break
 
     def test_it_changes_nothing_that_it_is_given(self) -> None:
-        strategy = self.make()
+        strategy, new = self.make(), self.make()
         for question in questions(strategy):
             volumes, keys = list(question.volumes), list(question.keys)
             strategy.place(question.client, volumes, question.nbytes, keys)
@@ -419,6 +491,15 @@ class StrategyConformance:
                 volumes == list(question.volumes) and keys == list(question.keys),
                 f"{question} changed the list that it was given",
             )
+            _check(strategy == new, f"{question} changed the strategy: {new} became {strategy}")
+        for question, copies in _further(strategy):
+            volumes, left = list(question.volumes), list(copies)
+            _place_copy(strategy, question._replace(volumes=volumes), left)
+            _check(
+                volumes == list(question.volumes) and left == list(copies),
+                f"place_copy, for {question}, changed the list that it was given",
+            )
+        _check(strategy == new, f"place_copy changed the strategy: {new} became {strategy}")
 
     def test_it_reads_no_environment_variable(self) -> None:
         """The server that calls the strategy has another environment."""
@@ -426,8 +507,10 @@ class StrategyConformance:
         _check_not_read(read)
 
     def test_another_process_gives_the_same_answers(self) -> None:
-        """The other process has another hash seed (``hash()`` of a str differs) and process id,
-        is asked in another order (so that remembered answers show), and must not import torch.
+        """The other process has another hash seed (``hash()`` of a str differs), process id,
+        environment and working directory, is asked in another order (so that remembered answers
+        show), and must not import torch. Nor may a strategy open files, or ask the system for the
+        name of its host: it is to be a pure function of what it is given.
         """
         strategy = self.make()
         cls = type(strategy)
@@ -440,20 +523,23 @@ class StrategyConformance:
             [sys.executable, "-c", _ELSEWHERE],
             input=msgspec.json.encode(about),
             env={
-                **os.environ,
+                **{name: value for name, value in os.environ.items() if _NEEDED.match(name)},
                 "PYTHONHASHSEED": "12345",
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
             },
+            cwd="/",
             capture_output=True,
             timeout=60,
             check=False,
         )
         _check(done.returncode == 0, f"another process failed:\n{done.stderr.decode()}")
-        there, chosen, read, torch = msgspec.json.decode(done.stdout.splitlines()[-1])
+        there, chosen, read, outside, torch = msgspec.json.decode(done.stdout.splitlines()[-1])
         _check(not torch, f"{cls.__module__} imports torch, maybe when asked: servers must not")
         _check(len(there) == len(places), "by_key was another one in another process")
         asked_before = "in another process, which was asked in another order"
-        for question, one, other in zip(questions(strategy), places, there, strict=True):
+        asked = [str(question) for question in questions(strategy)]
+        asked += [f"place_copy, beside {copies}, for {q}" for q, copies in _further(strategy)]
+        for question, one, other in zip(asked, places, there, strict=True):
             if one != other:
                 pytest.fail(f"{question} gave {one} here, {other} {asked_before}", pytrace=False)
         for (client, copies), mine, other in zip(_choices(), choices, chosen, strict=True):
@@ -461,6 +547,57 @@ class StrategyConformance:
                 where = _where(client, copies)
                 pytest.fail(f"{where} gave {mine} here, {other} {asked_before}", pytrace=False)
         _check_not_read(read)
+        _check(
+            not outside,
+            f"it asked for what is outside of it ({', '.join(outside[:3])}), which a server "
+            "may not have, and waits for; make what it needs a field of the strategy",
+        )
+
+    def test_it_is_quick_in_a_large_store(self) -> None:
+        """A batch may have hundreds of thousands of keys, and a store hundreds of volumes."""
+        strategy = self.make()
+        volumes = tuple(
+            VolumeFacts(
+                f"store-{at}", at, f"host-{at // 4}", _GIB, _GIB - at % 7, hostname=f"{at // 4}"
+            )
+            for at in range(_MANY_VOLUMES)
+        )
+        keys = [f"layers/{at}" for at in range(1 if strategy.by_key else _MANY_KEYS)]
+        question = _Question(_CLIENTS[0], volumes, _MANY_KEYS, keys)
+        known = range(_MANY_VOLUMES)
+        what = f"place for {len(keys):,} keys on {_MANY_VOLUMES} volumes"
+        before = time.thread_time()
+        try:
+            answer = list(strategy.place(*question))
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is reported
+            pytest.fail(f"{what} raised {error!r}", pytrace=False)
+        took = time.thread_time() - before
+        _check(bool(answer) and all(at in known for at in answer), f"{what} gave {answer}")
+        _check(
+            took <= _ANSWER_S,
+            f"{what} took {took:.1f} s of a processor, in which a server serves nobody else",
+        )
+
+    # ---- place_copy -----------------------------------------------------------------------
+
+    def test_it_names_volumes_for_a_further_copy(self) -> None:
+        """Where a copy is to be made again, it names volumes that are there, each once."""
+        strategy = self.make()
+        for question, copies in _further(strategy):
+            what = f"place_copy, beside copies on {list(copies)}, for {question},"
+            try:
+                given = [_place_copy(strategy, question, copies) for _ in range(2)]
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is reported
+                pytest.fail(f"{what} raised {error!r}", pytrace=False)
+            answer, known = given[0], range(len(question.volumes))
+            _check(answer == given[1], f"{what} gave {answer}, then {given[1]}")
+            _check(bool(answer), f"{what} named no volume")
+            wrong = [at for at in answer if type(at) is not int or at not in known]
+            _check(
+                not wrong,
+                f"{what} gave {answer}: {wrong[:1]} is no position in a list of {len(known)}",
+            )
+            _check(len(set(answer)) == len(answer), f"{what} gave {answer}: one of them twice")
 
     # ---- choose ---------------------------------------------------------------------------
 

@@ -52,19 +52,45 @@ def order(
             too many.
     """
     what = f"place {keys[0]!r}" if keys else "place a put without values"
-    most = _MENTIONS * len(volumes)
-    answer = _asked(
-        strategy,
-        what,
-        lambda: list(islice(strategy.place(client, volumes, nbytes, keys), most + 1)),
+    return _named(
+        strategy, what, len(volumes), lambda: strategy.place(client, volumes, nbytes, keys)
     )
+
+
+def order_for_copy(
+    strategy: Strategy,
+    client: ClientFacts,
+    volumes: Sequence[VolumeFacts],
+    nbytes: int,
+    key: str,
+    copies: Sequence[int],
+) -> list[int]:
+    """Return the volumes that the strategy names for a further copy of a value, best first, each
+    once.
+
+    Raises:
+        PluginError: as for :func:`order`.
+    """
+    return _named(
+        strategy,
+        f"place a copy of {key!r}",
+        len(volumes),
+        lambda: strategy.place_copy(client, volumes, nbytes, key, copies),
+    )
+
+
+def _named(
+    strategy: Strategy, what: str, volumes: int, question: Callable[[], Sequence[int]]
+) -> list[int]:
+    most = _MENTIONS * volumes
+    answer = _asked(strategy, what, lambda: list(islice(question(), most + 1)))
     if not answer:
         _refuse(strategy, "named no volume")
     if len(answer) > most:
-        _refuse(strategy, f"named more than {most} volumes of {len(volumes)}")
+        _refuse(strategy, f"named more than {most} volumes of {volumes}")
     for index in answer:
-        if type(index) is not int or not 0 <= index < len(volumes):
-            _refuse(strategy, f"named volume {_text(index)} of {len(volumes)}")
+        if type(index) is not int or not 0 <= index < volumes:
+            _refuse(strategy, f"named volume {_text(index)} of {volumes}")
     return list(dict.fromkeys(answer))
 
 

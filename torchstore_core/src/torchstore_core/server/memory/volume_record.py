@@ -168,4 +168,5 @@ class VolumeRecord:
             info.capacity_bytes,
             self.free,
             bool(self.closed if for_puts else self.lost),
+            info.topology.hostname,
         )

@@ -112,9 +112,10 @@ class Targets:
             value = entry.value
             if len(facts) == 1:
                 return others
+            staying = [at for at, _ in value.places if not facts[at].lost]
             try:
-                named = strategy_calls.order(
-                    self._strategy, value.creator, facts, value.nbytes, (entry.key,)
+                named = strategy_calls.order_for_copy(
+                    self._strategy, value.creator, facts, value.nbytes, entry.key, staying
                 )
             except PluginError as error:
                 if not self._complained:  # it is likely to fail for every other value, too
