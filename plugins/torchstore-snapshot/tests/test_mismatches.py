@@ -262,3 +262,51 @@ def test_names_that_differ_by_a_wrapper_are_said_to(tmp_path: Path) -> None:
         Snapshot.take(tmp_path / "s", {"m": stored}, fsync=False, overwrite=True)
         with pytest.raises(ts.LayoutMismatchError, match="names differ only by 'module', which"):
             Snapshot(tmp_path / "s").restore({"m": own})
+
+
+def test_tied_destinations_of_values_that_differ_are_named(tmp_path: Path) -> None:
+    """Both would be read into one tensor, which had the one that a thread read last."""
+    one, other = torch.full((3, 4), 1.0), torch.full((3, 4), 2.0)
+    values = StateDict(a=one, b=other, c=one.clone(), d=torch.zeros(2))
+    snapshot = Snapshot.take(tmp_path / "s", {"m": values, "n": StateDict(e=other)}, fsync=False)
+    tied = torch.zeros(3, 4)
+    own = {
+        "m": StateDict(a=tied, b=tied, c=tied, d=torch.ones(2)),
+        "n": StateDict(e=tied.view(3, 4)),
+    }
+    with pytest.raises(ts.LayoutMismatchError, match="'m/a'") as caught:
+        snapshot.restore(own)
+    assert caught.value.details["mismatched"].keys() == {"m/b", "n/e"}
+    assert not tied.any()
+    assert own["m"]["d"].all()
+
+    report = snapshot.restore(own, strict=False)
+    assert report.mismatched.keys() == {"m/b", "n/e"}
+    assert torch.equal(tied, one)
+    assert not own["m"]["d"].any()
+
+
+def test_tied_destinations_of_equal_values_are_filled(tmp_path: Path) -> None:
+    one = torch.randn(3, 4)
+    snapshot = Snapshot.take(tmp_path / "s", {"m": StateDict(a=one, b=one.clone())}, fsync=False)
+    tied = torch.zeros(4, 3).t()
+    assert not snapshot.restore({"m": StateDict(a=tied, b=tied)})
+    assert torch.equal(tied, one)
+
+
+@pytest.mark.parametrize("part", ["take", "sequence", "digest"])
+def test_a_damaged_head_of_a_manifest_is_damage(folder: Path, part: str) -> None:
+    """Only what orders snapshots reads it: a restore would be right, but the next take would not
+    know that this one is there.
+    """
+    path = folder / MANIFEST
+    data = path.read_bytes()
+    at = data.index(b'"%s":' % part.encode()) + len(part) + len('"":')
+    at += data[at] == ord('"')
+    changed = bytearray(data)
+    changed[at] ^= 1
+    path.write_bytes(changed)
+    error = refuses(folder, SnapshotCorruptError)
+    assert error.details["file"] == MANIFEST
+    with pytest.raises(SnapshotCorruptError):
+        Snapshot(folder).verify()

@@ -172,6 +172,7 @@ def older(folder: Path) -> None:
     (file,) = manifest.files
     data = (folder / file.name).read_bytes()
     body = json.loads((folder / MANIFEST).read_bytes())["body"]
+    body.pop("sequence")
     for described in body["files"]:
         described.pop("block")
     for entry in body["shared"]["m"].values():

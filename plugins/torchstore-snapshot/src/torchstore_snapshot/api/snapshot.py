@@ -241,7 +241,8 @@ class Snapshot:
             The differences; without ``strict``, there may be some.
 
         Raises:
-            LayoutMismatchError: ``strict`` is set and something does not match.
+            LayoutMismatchError: ``strict`` is set and something does not match, or tensors that are
+                tied here have different values in the snapshot.
             SnapshotNotFoundError: there is no snapshot.
             SnapshotCorruptError: a file is missing, too short or changed.
             SnapshotFormatError: a newer version wrote the snapshot.

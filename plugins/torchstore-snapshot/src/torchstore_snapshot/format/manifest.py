@@ -286,6 +286,14 @@ def decode(data: bytes, path: str) -> Manifest:
                 f"the manifest of {path!r} was damaged: its hash is wrong", details=details
             )
         manifest = _manifests.decode(body)
+        head = make_head(manifest.take, manifest.sequence)
+        # Snapshots from before there were heads were not counted, either.
+        if document.head != head and (manifest.sequence or document.head is not None):
+            raise SnapshotCorruptError(
+                f"the manifest of {path!r} was damaged: its first bytes, which say when it was "
+                "committed, are not what they were",
+                details=details,
+            )
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise SnapshotFormatError(
             f"the manifest of {path!r} cannot be read: {error}", details=details

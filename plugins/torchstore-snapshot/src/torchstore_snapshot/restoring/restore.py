@@ -16,6 +16,7 @@ from torchstore_core.clients.state_dicts.getting import StateDictReport
 from torchstore_core.clients.values import nesting
 from torchstore_core.clients.values.codec import PICKLE, decode_object
 from torchstore_core.clients.values.differences import mismatch_error
+from torchstore_core.clients.values.overlaps import are_disjoint, extent
 from torchstore_core.clients.values.sharding import is_sharded
 from torchstore_core.clients.values.tensors import slice_box
 from torchstore_core.errors import ConfigurationError, LayoutMismatchError
@@ -141,6 +142,7 @@ def _plan(
         report.unexpected += filled.report.unexpected
         report.mismatched |= filled.report.mismatched
         planned.filled.append((key, stateful, filled))
+    _compare_tied(planned)
     if report and strict:
         hint = ""
         if new_rank and report.missing and any(manifest.own):
@@ -151,6 +153,32 @@ def _plan(
             )
         raise mismatch_error(f"the snapshot {storage.url!r}", report, hint=hint)
     return planned
+
+
+def _compare_tied(planned: _Planned) -> None:
+    """Find entries with different values that would be read into one and the same tensor, such as
+    those of a model whose weights were not tied when it was taken. They are mismatched, except for
+    the first one, which is what that tensor gets.
+    """
+    reads = [read for _, _, filled in planned.filled for read in filled.reads]
+    if are_disjoint([r.target.data_ptr() for r in reads], [extent(r.target) for r in reads]):
+        return
+    firsts: dict[object, Read] = {}
+    mismatched = planned.report.mismatched
+    for read in reads:
+        to = read.target
+        view = to.device, to.data_ptr(), to.dtype, to.shape, to.stride()
+        first = firsts.setdefault(view, read)
+        if first.piece.digest == read.piece.digest:
+            continue
+        # The same part of pieces with the same shape: otherwise hashes say nothing.
+        parts = [(r.source.shape, boxes.relative(r.box, r.source)) for r in (first, read)]
+        if parts[0] == parts[1]:
+            mismatched[read.path] = (
+                f"it is not the same as {first.path!r}, and the destination has one tensor for both"
+            )
+    for _, _, filled in planned.filled:
+        filled.reads = [read for read in filled.reads if read.path not in mismatched]
 
 
 def _loads(files: Files, planned: _Planned, *, allow_pickle: bool) -> _Loads:
