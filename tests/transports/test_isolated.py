@@ -194,6 +194,29 @@ async def test_a_volume_that_closes_while_a_client_is_ended_warns_of_nothing(
     assert not caplog.records
 
 
+async def test_the_clients_of_a_process_that_has_died_end_without_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with _half() as half:
+        os.kill(await half.pid(), signal.SIGKILL)
+        await asyncio.wait_for(half.server.disconnect(b"me"), 50)
+    assert not caplog.records
+
+
+async def test_a_process_that_cannot_end_a_client_is_killed_with_the_reason_in_the_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{_ISOLATED}._DISCONNECT_S", 0.3)
+    async with _half() as half:
+        pid = await half.pid()
+        await half.ask(Letter("disconnect hangs"))
+        await half.server.disconnect(b"me")
+        assert not Path(f"/proc/{pid}").exists()
+    (record,) = caplog.records
+    assert "MailboxServer is killed" in record.getMessage()
+    assert record.getMessage().endswith("it took more than 0.3 s")
+
+
 @pytest.mark.parametrize("what", ["nothing", "too much", "long error"])
 async def test_an_impossible_answer_is_an_error_of_that_handshake_alone(what: str) -> None:
     async with _half() as half:

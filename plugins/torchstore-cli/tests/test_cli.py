@@ -872,6 +872,34 @@ async def test_doctor_tries_what_plugins_name_and_outlives_it(tmp_path: Path):
     assert (result.status, len(report["problems"])) == (1, 2)
 
 
+VERSIONED = HALVES.replace(
+    'bid=lambda context: Bid(1e-6, 1e12, "it")',
+    "bid=lambda context: Refusal(f'offered {context.offer!r}')",
+).replace("@hookimpl", "from torchstore_core.contracts.transport import Refusal\n\n@hookimpl")
+OWN_OFFER = """
+from torchstore_transports.shm.server import ShmServer
+
+class S(ShmServer):
+    async def start(self, context, segments):
+        await super().start(context, segments)
+        return b"version 2"
+"""
+
+
+async def test_doctor_shows_bids_the_offer_that_a_volume_would_make(tmp_path: Path):
+    """That of its half, or of its spec if the half is isolated: bids may look at versions in it."""
+    own = VERSIONED + "SERVER = 'site_own_offer:S'\n"
+    apart = own.replace("server=SERVER", "server=SERVER, isolated=True, offer=lambda: b'it alone'")
+    quiet = own.replace("server=SERVER", "server=SERVER, isolated=True")
+    Site(tmp_path).install("acme", TRANSPORTS, own=own, apart=apart, quiet=quiet)
+    (tmp_path / "site_own_offer.py").write_text(OWN_OFFER)
+    report = (await installed("doctor", "--json", PYTHONPATH=_python_path(tmp_path))).json
+    refusals = report["link"]["refusals"]
+    assert refusals["own"] == "offered b'version 2'"
+    assert refusals["apart"] == "offered b'it alone'"
+    assert refusals["quiet"] == "offered b''"
+
+
 async def test_doctor_gives_up_a_plugin_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     site = Site(tmp_path)
     hangs = "import threading\nthreading.Event().wait()"

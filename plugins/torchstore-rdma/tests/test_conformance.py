@@ -16,6 +16,7 @@ class TestRdma(TransportTests):
     """Over what UCX chooses on one host, and between network namespaces."""
 
     name = "rdma"
+    chooses_address = True
 
 
 @pytest.mark.soak
@@ -23,6 +24,7 @@ class TestRdmaOverTcp(TransportTests):
     """As between hosts without RDMA devices."""
 
     name = "rdma"
+    chooses_address = True
     environment = {"UCX_TLS": "tcp"}  # noqa: RUF012
 
     @pytest.fixture(autouse=True)
@@ -35,6 +37,7 @@ class TestRdmaWhereMemoryIsPinned(TransportTests):
     """Clients register what they move, and keep it registered, as with devices that pin it."""
 
     name = "rdma"
+    chooses_address = True
 
     @pytest.fixture(autouse=True)
     def _pins(self, monkeypatch: pytest.MonkeyPatch) -> None:

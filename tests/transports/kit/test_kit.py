@@ -39,6 +39,8 @@ VOLUMES = "test_volumes_of_one_process_do_not_mix"
 REGISTERED = "test_registered_memory_is_that_of_now"
 DEVICES = "test_memory_of_devices_arrives"
 KILLED = "test_a_killed_half_is_noticed"
+UNLISTENED = "test_nobody_listens_without_clients"
+STRANGERS = "test_strangers_hold_nobody_up"
 HALF_CLOSED = "test_a_closed_server_half_refuses"
 
 
@@ -89,6 +91,8 @@ def _clean() -> Iterator[None]:
         (moving("Absolute"), "test_a_negative_size_moves_nothing", "write of -1 bytes changed"),
         (moving("Deviceless"), DEVICES, "write from cpu: changed"),
         (moving("Swapping"), "test_a_batch_of_many_pieces_arrives", "write: .* bytes are wrong"),
+        (moving("Narrow"), "test_offsets_beyond_4_gib_arrive", "write: other bytes are at 4294"),
+        (moving("Thrifty"), "test_bytes_of_every_kind_arrive", "bytes, zeros: other bytes"),
         (moving("Few"), "test_a_batch_of_many_pieces_arrives", "write: .* bytes are wrong"),
         (moving("Capped"), "test_a_large_transfer_arrives", "write: .* bytes are wrong"),
         (moving("First"), SEGMENTS, "write: other bytes are at 4097 of segment 0"),
@@ -177,11 +181,20 @@ def _clean() -> Iterator[None]:
         ),
         (ending("Together"), ALONE, "a write .*another link was closed"),
         (half("Forgetful"), ALONE, "a write .*you are not known"),
-        (half("Everywhere"), "test_two_network_namespaces", "listens at every address"),
+        (half("Courteous"), STRANGERS, "took more than 5 s"),
+        (half("Hospitable"), STRANGERS, "strangers left this behind: desc.* of the server half"),
+        (half("Persistent"), UNLISTENED, "its last client has left"),
+        (half("Elsewhere"), "test_two_network_namespaces", "listens at .*, not only at 10"),
+        (
+            half("Everywhere"),
+            "test_two_network_namespaces",
+            r"listens at .*0\.0\.0\.0.*, not only at 10",
+        ),
         (f"{BROKEN}.heavy:plugin", "test_its_server_half_needs_no_torch", "imports torch, and"),
         (telling("Raising"), PROGRESS, "progress.. raised ValueError"),
         (telling("Wordy"), PROGRESS, "'much', which is no integer"),
         (telling("Pausing"), PROGRESS, "progress.. took .* ms: it must not block"),
+        (telling("Restless"), PROGRESS, "does not stay the same although nothing moves"),
         (telling("Still"), PROGRESS, "progress.. is 0 before a write of 8 MiB, and after it"),
         (
             half("Counting"),
@@ -194,6 +207,7 @@ def _clean() -> Iterator[None]:
             "test_memory_does_not_grow_with_transfers",
             "MiB in this process, each",
         ),
+        (lasting("Filling"), "test_it_makes_no_pages", "has made [0-9]+ MiB of pages"),
         (lasting("Recording"), "test_memory_does_not_grow_with_handshakes", "in the server half"),
         (lasting("Mourning"), "test_memory_does_not_grow_with_clients", "MiB in the server half"),
         (
@@ -220,6 +234,7 @@ def _clean() -> Iterator[None]:
         (moving("OneLoop"), "test_two_event_loops_in_two_threads", "different loop|attached"),
         *((f"{BROKEN}.bids:bid_{name}", BIDS, "for a volume") for name in ("nan", "negative")),
         *((f"{BROKEN}.bids:bid_{name}", BIDS, "for a volume") for name in ("infinite", "none")),
+        (f"{BROKEN}.bids:bid_networked", BIDS, "raised ValueError"),
         (f"{BROKEN}.bids:bid_nothing", BIDS, "a rate of 0.0"),
         (f"{BROKEN}.bids:bid_silent", BIDS, "a bid without a reason"),
         (f"{BROKEN}.bids:bid_wordless", BIDS, "a refusal without a reason"),
@@ -282,6 +297,15 @@ def test_a_link_with_every_ability_passes() -> None:
     made = kit(telling("Able"))
     try:
         for test in (PROGRESS, REGISTERED, DEVICES):
+            getattr(made, test)()
+    finally:
+        made.teardown_class()
+
+
+def test_a_half_that_listens_for_its_clients_passes() -> None:
+    made = kit(half("Listening"))
+    try:
+        for test in (STRANGERS, UNLISTENED):
             getattr(made, test)()
     finally:
         made.teardown_class()

@@ -30,6 +30,7 @@ BIDS: dict[str, Any] = {
     "negative": lambda _: Bid(-1.0, 1e9, "?"),
     "infinite": lambda _: Bid(1.0, float("inf"), "?"),
     "nothing": lambda _: Bid(1.0, 0.0, "?"),
+    "networked": lambda context: Bid(1.0, max(n.prefix for n in context.volume.networks), "it"),
     "silent": lambda _: Bid(1.0, 1e9, ""),
     "wordless": lambda context: Refusal("") if not context.same_host else bid(context),
     "none": lambda _: None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import socket
@@ -21,6 +22,7 @@ from torchstore_core.contracts.transport import (
     ServerContext,
 )
 from torchstore_core.errors import TransportError, TransportUnavailableError
+from torchstore_core.machine.networks import local_address_to
 
 _LETTER = 1 << 20
 _ASK, _LEAVE, _NEXT = b"ask", b"leave", b"next"
@@ -383,6 +385,99 @@ class Everywhere(Simple):
         self.listener.close()
 
 
+class Listening(Simple):
+    """Correct: listens while it has clients, who send a word first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listener: socket.socket | None = None
+
+    async def handshake(self, peer: bytes, request: bytes) -> bytes:
+        places = await super().handshake(peer, request)
+        if self.listener is None:
+            self.listener = socket.create_server((self.address(), 0))
+            self.listener.setblocking(False)
+            asyncio.get_running_loop().add_reader(self.listener, self.accept, self.listener)
+        return msgspec.msgpack.encode((self.listener.getsockname(), places))
+
+    def address(self) -> str:
+        return os.environ.get("TORCHSTORE_BIND", "127.0.0.1")
+
+    def accept(self, listener: socket.socket) -> None:
+        listener.accept()[0].close()
+
+    async def disconnect(self, peer: bytes) -> None:
+        await super().disconnect(peer)
+        if not self.peers:
+            await self.close()
+
+    async def close(self) -> None:
+        if self.listener is not None:
+            asyncio.get_running_loop().remove_reader(self.listener)
+            self.listener.close()
+            self.listener = None
+
+
+class Courteous(Listening):
+    """Waits for a word of everybody who connects, and for nothing else meanwhile."""
+
+    def accept(self, listener: socket.socket) -> None:
+        sock, _ = listener.accept()
+        with sock, contextlib.suppress(OSError):
+            sock.settimeout(10)
+            sock.recv(1)
+
+
+class Hospitable(Listening):
+    """Keeps the connections of strangers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.guests: list[socket.socket] = []
+
+    def accept(self, listener: socket.socket) -> None:
+        sock, _ = listener.accept()
+        self.guests.append(sock)
+
+
+class Persistent(Listening):
+    """Listens on when its last client has gone."""
+
+    async def disconnect(self, peer: bytes) -> None:
+        self.peers.discard(peer)
+
+
+class Elsewhere(Listening):
+    """Listens where the kernel would send from, whatever it is told."""
+
+    def address(self) -> str:
+        told = os.environ.get("TORCHSTORE_BIND", "127.0.0.1")
+        return local_address_to(told.rpartition(".")[0] + ".250") or told
+
+
+class ListeningLink(SimpleLink):
+    """The client half of :class:`Listening`."""
+
+    @classmethod
+    async def connect(cls, offer: bytes, context: LinkContext) -> Link:
+        asking = context.handshake
+        if asking is None:
+            raise TransportUnavailableError("there is nobody to ask")
+        place: tuple[str, int] = ("", 0)
+
+        async def ask(request: bytes) -> bytes:
+            nonlocal place
+            answer = await asking(request)
+            place, places = msgspec.msgpack.decode(answer, type=tuple[tuple[str, int], bytes])
+            return places
+
+        link = await super().connect(offer, msgspec.structs.replace(context, handshake=ask))
+        _, writer = await asyncio.open_connection(*place)
+        writer.write(_ASK)
+        writer.close()
+        return link
+
+
 class Refusing(Simple):
     """Serves nowhere."""
 
@@ -405,6 +500,11 @@ plugin_Queueing = Plugin(QueueingLink, Queueing)
 plugin_Counting = Plugin(LeavingLink, Counting)
 plugin_Complaining = Plugin(ComplainingLink, Complaining)
 plugin_Everywhere = Plugin(SimpleLink, Everywhere, everywhere, listens=True)
+plugin_Listening = Plugin(ListeningLink, Listening, listens=True)
+plugin_Courteous = Plugin(ListeningLink, Courteous, listens=True)
+plugin_Hospitable = Plugin(ListeningLink, Hospitable, listens=True)
+plugin_Persistent = Plugin(ListeningLink, Persistent, listens=True)
+plugin_Elsewhere = Plugin(ListeningLink, Elsewhere, everywhere, listens=True)
 plugin_Local = Plugin(LocalLink, Local, everywhere)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 from tests.transports.kit.broken.simple import Plugin, Simple, SimpleLink, named
 
-from torchstore_core.contracts.transport import Copy
+from torchstore_core.contracts.transport import Copy, Segment, ServerContext
 
 _LEFT = 1 << 20
 
@@ -49,6 +50,15 @@ class Blocking(SimpleLink):
     async def move(self, copies: Sequence[Copy], *, write: bool) -> None:
         time.sleep(0.1)
         self.work(copies, threading.Event(), write)
+
+
+class Filling(Simple):
+    """Makes all pages of its segments before it serves them."""
+
+    async def start(self, context: ServerContext, segments: Sequence[Segment]) -> bytes:
+        for segment in segments:
+            os.posix_fallocate(segment.fd, 0, segment.nbytes)
+        return await super().start(context, segments)
 
 
 class Recording(Simple):

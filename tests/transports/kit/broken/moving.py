@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import msgspec
-from tests.transports.kit.broken.simple import OPEN, Plugin, SimpleLink, named
+from tests.transports.kit.broken.simple import OPEN, Plugin, Simple, SimpleLink, named
 
 from torchstore_core.contracts.transport import Copy, Link, LinkContext, Mapping, Memory, Window
 from torchstore_core.errors import TransportError
@@ -29,6 +29,28 @@ class Short(SimpleLink):
     def pieces(self, copy: Copy) -> Iterator[tuple[int, int, int]]:
         for address, offset, nbytes in super().pieces(copy):
             yield address, offset, nbytes - (nbytes > 1)
+
+
+class Unregistered(Simple):
+    """Correct: keeps no pages."""
+
+    def registered(self, segment: int) -> int:
+        return 0
+
+
+class Narrow(SimpleLink):
+    """Sends offsets as 32 bits."""
+
+    def piece(self, fd: int, address: int, offset: int, nbytes: int, *, write: bool) -> None:
+        super().piece(fd, address, offset % 2**32, nbytes, write=write)
+
+
+class Thrifty(SimpleLink):
+    """Does not write pieces of zeros, as if there were nothing else in a segment before."""
+
+    def piece(self, fd: int, address: int, offset: int, nbytes: int, *, write: bool) -> None:
+        if not write or any(ctypes.string_at(address, nbytes)):
+            super().piece(fd, address, offset, nbytes, write=write)
 
 
 class Long(SimpleLink):
@@ -332,6 +354,9 @@ class Opening(SimpleLink):
 
 plugin_strideless = Plugin(Strideless, name="strideless")
 plugin_cut = Plugin(Cut, name="cut")
+
+
+plugin_Narrow = Plugin(Narrow, Unregistered)
 
 
 def __getattr__(name: str) -> Plugin:

@@ -60,6 +60,14 @@ class Pausing(Telling):
         return super().progress()
 
 
+class Restless(Telling):
+    """Counts how often it is asked, too."""
+
+    def progress(self) -> Any:
+        self.ended += 1
+        return super().progress()
+
+
 class Still(Telling):
     """Says that nothing moves."""
 

@@ -136,7 +136,8 @@ class TransportSpec(msgspec.Struct, frozen=True):
             between transfers, and must close its resources when both are garbage-collected.
         listens: the server half listens at addresses of its host, those of ``TORCHSTORE_BIND`` if
             that is set: a volume that serves it does not start if the variable names what is no
-            address of a host.
+            address of a host. It listens only while it has clients, and whoever connects there may
+            be a stranger, who must hold nobody up.
         tells_route: its links say over what they move bytes (:attr:`Link.route`), which its library
             chooses: `torchstore doctor` connects one on its host to ask, and `--peer` one to there.
         libraries: distributions, beside the plug-in's own, that are used at both ends of a link:
@@ -231,7 +232,8 @@ class TransportServer(ABC):
     async def disconnect(self, peer: bytes) -> None:  # noqa: B027 - many have nothing to end
         """End everything that ``peer`` has under way, because the client is gone, or the outcome of
         its last write is uncertain. Once this returns, no byte of the client may reach a segment;
-        only then does the store reuse the memory. The client may start again with a handshake.
+        only then does the store reuse the memory. All links of the client end with that, those on
+        its other event loops, too; it may start again with a handshake.
         """
 
     def registered(self, segment: int) -> int:
@@ -323,7 +325,9 @@ class Link(ABC):
 
         The call is cancelled when the operation's time is over, and must then raise within a
         second, whatever its peer does. Once it has raised, no further byte may be written, unless
-        the link sets :attr:`unsettled`. Calls may be concurrent.
+        the link sets :attr:`unsettled`. Otherwise the store goes on using a link whose call was
+        cancelled; one that cannot go on raises a TransportError in its next call. Calls may be
+        concurrent.
 
         Raises:
             TransportError: the link is broken. It is closed, and the next bid moves the bytes.
@@ -337,7 +341,9 @@ class Link(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release all resources immediately, without blocking. Idempotent."""
+        """Release all resources immediately, without blocking. Idempotent. The store closes a link
+        only when none of its calls is under way, except in a forked child, where none of them runs.
+        """
 
 
 class Window(NamedTuple):
@@ -414,7 +420,8 @@ class SupportsProgress(Protocol):
 
     def progress(self) -> int:
         """Return a number that differs from the last one if bytes have moved in between, in any
-        transfer of this link. Several times a second is often enough. Does not block; thread-safe.
+        transfer of this link, and is the same if none have. Several times a second is often
+        enough. Does not block; thread-safe.
         """
 
 

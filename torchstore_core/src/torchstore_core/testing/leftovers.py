@@ -6,9 +6,11 @@ import atexit
 import contextlib
 import functools
 import gc
+import ipaddress
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
@@ -29,6 +31,7 @@ __all__ = [
     "listening",
     "marked",
     "private_runtime_directory",
+    "readable",
     "state",
     "threads",
     "until_empty",
@@ -144,6 +147,18 @@ def listening(pids: Iterable[int]) -> set[tuple[str, int]]:
                     if link in sockets:
                         found.add(sockets[link])
     return found
+
+
+def readable(address: str) -> str:
+    """Return an address as people write it, which the kernel writes as words of the machine.
+
+    >>> readable("0100007F")
+    '127.0.0.1'
+    """
+    packed = bytes.fromhex(address)
+    if sys.byteorder == "little":
+        packed = b"".join(packed[at : at + 4][::-1] for at in range(0, len(packed), 4))
+    return str(ipaddress.ip_address(packed))
 
 
 def _places(pid: int) -> Iterator[tuple[str, tuple[str, int]]]:

@@ -17,10 +17,11 @@ __all__ = ["Namespace", "free_number", "two_networks"]
 
 _SECONDS = 60.0
 _NUMBERS = 250
+_BEFORE = 100
 
 
 class Namespace(NamedTuple):
-    """A network namespace, and the address of its interface."""
+    """A network namespace, and an address of its interface."""
 
     name: str
     address: str
@@ -73,21 +74,24 @@ def free_number() -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def two_networks(*, here: bool = False) -> Iterator[tuple[Namespace, Namespace]]:
+def two_networks(
+    *, here: bool = False, second: bool = False
+) -> Iterator[tuple[Namespace, Namespace]]:
     """Yield two network namespaces that are connected to each other, and to nothing else.
 
     ``here``: whether this process's own namespace is connected to them, too, as ``.1`` of their
-    network.
+    network. ``second``: whether the address of each is the second one of its interface: the kernel
+    takes the first one where nobody says which.
 
     Skips the test, with the reason, where namespaces cannot be created.
     """
     if shutil.which("ip") is None:
         pytest.skip("network namespaces cannot be made here: there is no `ip` (iproute2)")
     with free_number() as number:
-        yield from _joined(f"10.213.{number}", here)
+        yield from _joined(f"10.213.{number}", here, second)
 
 
-def _joined(network: str, here: bool) -> Iterator[tuple[Namespace, Namespace]]:
+def _joined(network: str, here: bool, second: bool) -> Iterator[tuple[Namespace, Namespace]]:
     # Every call uses new names, because the kernel takes some time to remove the interfaces of a
     # deleted namespace. Names of interfaces have at most 15 characters.
     tag = f"{os.getpid() % 100_000}{os.urandom(2).hex()}"
@@ -112,6 +116,9 @@ def _joined(network: str, here: bool) -> Iterator[tuple[Namespace, Namespace]]:
             _make("link", "add", *ends[0], "type", "veth", "peer", *ends[1])
         for one in both:
             inside = ("-n", one.name)
+            if second:
+                before = f"{network}.{_BEFORE + int(one.address.rpartition('.')[2])}"
+                _make(*inside, "addr", "add", f"{before}/24", "dev", "eth0")
             _make(*inside, "addr", "add", f"{one.address}/24", "dev", "eth0")
             _make(*inside, "link", "set", "eth0", "up")
             _make(*inside, "link", "set", "lo", "up")

@@ -124,7 +124,11 @@ def _link_to_this_host(
     """Return the link that a client would have to a volume of another process on this host."""
     specs = registry.transports()
     there = msgspec.structs.replace(here, pid=0)
-    offers = {spec.name: b"" for spec in specs if spec.server is not None}
+    offers = {
+        spec.name: outcomes[_TRANSPORTS, spec.name].offer
+        for spec in specs
+        if spec.server is not None
+    }
     ranking = rank(specs, LinkContext(here, there, same_host=True, offered=True), offers, policy)
     for (group, name), outcome in outcomes.items():
         reason = outcome.error or outcome.refusal

@@ -52,12 +52,14 @@ class Outcome(msgspec.Struct, frozen=True):
         ends_process: whether it took down the process that tried it.
         refusal: why a volume in such a process would not offer the transport.
         route: over what it moves bytes between two processes of this host, if it can tell.
+        offer: what such a volume would offer to the transport's clients.
     """
 
     error: str | None = None
     ends_process: bool = False
     refusal: str | None = None
     route: str = ""
+    offer: bytes = b""
 
 
 class _Task(msgspec.Struct, frozen=True):
@@ -195,19 +197,21 @@ async def _check(plugin: object, directory: str, step: Callable[[str], None]) ->
     if plugin.server is None:
         return Outcome()
     made = _class(plugin.server, TransportServer, step)
-    route = ""
+    offer, route = b"", ""
     try:
         reason = None if plugin.probe is None else plugin.probe()
         if reason is None:
             step(f"starting {plugin.server}")
             apart = plugin.isolated and plugin.tells_route
             half = IsolatedServer(plugin.server, plugin.offer) if apart else made()
-            route = await _start(half, plugin, directory)
+            offer, route = await _start(half, plugin, directory)
+            if plugin.isolated:  # a volume does not wait for the half's process
+                offer = b"" if plugin.offer is None else plugin.offer()
     except TransportError as error:
         reason = error.message
     except Exception as error:
         raise PluginError(f"{plugin.server} cannot be started: {error!r}") from error
-    return Outcome(refusal=reason, route=route)
+    return Outcome(refusal=reason, route=route, offer=offer)
 
 
 def _class(path: str, base: type, step: Callable[[str], None]) -> type:
@@ -218,21 +222,21 @@ def _class(path: str, base: type, step: Callable[[str], None]) -> type:
     return found
 
 
-async def _start(half: TransportServer, spec: TransportSpec, directory: str) -> str:
-    """Start the server half as a volume of this process would. Return the route of a link to it, if
-    its links tell that.
+async def _start(half: TransportServer, spec: TransportSpec, directory: str) -> tuple[bytes, str]:
+    """Start the server half as a volume of this process would. Return its offer, and the route of a
+    link to it, if its links tell that.
     """
     here = topology.probe()
     segment = Segment(0, open_memory("doctor", _SEGMENT_BYTES), _SEGMENT_BYTES)
     try:
         offer = await half.start(ServerContext("doctor", "doctor-0", directory, here), [segment])
         if not spec.tells_route or spec.client is None:
-            return ""
+            return offer, ""
         ask = functools.partial(half.handshake, b"doctor")
         client: type[Link] = load_class(spec.client)
         link = await client.connect(offer, LinkContext(here, here, True, True, offer, ask))
         try:
-            return link.route
+            return offer, link.route
         finally:
             link.close()
     finally:

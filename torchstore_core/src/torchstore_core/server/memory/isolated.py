@@ -181,8 +181,13 @@ class IsolatedServer(TransportServer):
             async with asyncio.timeout(_DISCONNECT_S):
                 await process.ask("disconnect", peer)
         except (TransportError, TimeoutError) as error:
-            if not self._closed:  # else nothing is wrong: it ends with all of its clients
-                log.warning("the process of %s cannot end a client: %r", self._half, error)
+            # Of a volume that closes, or of a process that has died, all clients end.
+            if not (self._closed or process.ended):
+                late = f"it took more than {_DISCONNECT_S:g} s"
+                why = error.message if isinstance(error, TransportError) else late
+                log.warning(
+                    "the process of %s is killed, as it cannot end a client: %s", self._half, why
+                )
             await process.kill()
 
     async def _running(self) -> _HalfProcess:

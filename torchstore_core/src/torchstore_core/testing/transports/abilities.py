@@ -33,6 +33,8 @@ _MOVED = 8 << 20
 # What a call that does not block may take, at best, on a busy machine.
 _CALL_S = 20e-3
 _CALLS = 5
+# How often and how soon progress is asked for, while nothing moves.
+_LOOKS, _LOOK_S = 40, 0.05
 
 
 def _map(nbytes: int, address: int | None = None) -> int:
@@ -102,8 +104,8 @@ class AbilityTests(TransportKit):
         self.with_link(endpoints, work)
 
     def test_progress_tells_that_bytes_have_moved(self) -> None:
-        """``progress`` returns an integer, on any thread and without blocking, and another one
-        after a transfer.
+        """``progress`` returns an integer, on any thread and without blocking, another one after a
+        transfer, and the same one as long as nothing moves.
         """
         endpoints = self.anywhere()
 
@@ -120,7 +122,7 @@ class AbilityTests(TransportKit):
                 await moving
                 now = _progress(reporting)
                 check(now != last, f"progress() is {now} before a {what} of 8 MiB, and after it")
-                last = now
+                last = await _at_rest(reporting)
 
         self.with_link(endpoints, work)
 
@@ -162,6 +164,17 @@ class AbilityTests(TransportKit):
             _libc.munmap(address, nbytes)
 
         self.with_link(endpoints, work)
+
+
+async def _at_rest(link: SupportsProgress) -> int:
+    """Return the progress of a link that moves nothing, when it has come to rest."""
+    last = _progress(link)
+    for _ in range(_LOOKS):
+        await asyncio.sleep(_LOOK_S)
+        if (now := _progress(link)) == last:
+            return now
+        last = now
+    fail("progress() does not stay the same although nothing moves")
 
 
 def _progress(link: SupportsProgress) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from importlib import metadata
 from typing import Any, ClassVar, NoReturn, TypeVar
@@ -15,19 +17,22 @@ import pytest
 from torchstore_core.contracts.transport import Link, Refusal, TransportSpec
 from torchstore_core.errors import PluginError, TransportError
 from torchstore_core.plugins.registry import load_class
+from torchstore_core.testing import leftovers
 from torchstore_core.testing.timers import ends_within
 from torchstore_core.testing.transports.ends.endpoints import SEGMENT, Endpoints
 from torchstore_core.testing.transports.ends.hanging import hanging_call
 from torchstore_core.testing.transports.ends.host import Plugin
 from torchstore_core.testing.transports.ends.session import Session
 
-__all__ = ["PLACES", "TransportKit", "check", "fail", "must_refuse", "outcome", "run"]
+__all__ = ["PLACES", "ROUNDS", "TransportKit", "check", "fail", "must_refuse", "outcome", "run"]
 
 T = TypeVar("T")
 
 #: Where a server half may run: in a process of its own, or in the client's process.
 PLACES = ("process", "here")
 _TEST_S = 150.0
+#: How often a test does what must leave nothing behind.
+ROUNDS = 8
 # The largest transfer may be as slow as over a slow network.
 _SLOW_BYTES_PER_S = 10e6
 _STRAY_S = 2.0
@@ -123,6 +128,8 @@ class TransportKit:
         gone_within: seconds after the end of a link within which its resources must be gone.
         crosses_hosts: whether the transport is tested between network namespaces; None: test it if
             it bids for a volume on another host.
+        chooses_address: whether its library can be told at which interface to listen, but chooses
+            the address there itself.
         stores: whether the transport works in a store that any process can start; otherwise the
             tests with a store are skipped.
         store_arguments: arguments of ``initialize`` for the tests with a store.
@@ -137,6 +144,7 @@ class TransportKit:
     segment_bytes: ClassVar[int] = SEGMENT
     gone_within: ClassVar[float] = 5.0
     crosses_hosts: ClassVar[bool | None] = None
+    chooses_address: ClassVar[bool] = False
     stores: ClassVar[bool] = True
     store_arguments: ClassVar[dict[str, Any]] = {}
 
@@ -232,6 +240,27 @@ class TransportKit:
         cls: type[Link] = load_class(str(self.spec().client))
         return cls
 
+    def must_leave_nothing(
+        self,
+        endpoints: Endpoints,
+        rounds: Callable[[int], None],
+        what: str,
+        count: int = ROUNDS,
+        *,
+        first: int = 2,
+    ) -> None:
+        """Fail the test if so many rounds leave resources behind, which the first ones did not."""
+        rounds(first)
+        left = leftovers.left_by(
+            lambda: rounds(count), lambda: _held(endpoints), ROUNDS, self.gone_within
+        )
+        if any(line.startswith("threads of this process") for line in left):
+            names = Counter(thread.name for thread in threading.enumerate())
+            left.append(
+                "its threads are " + ", ".join(f"{n} {name!r}" for name, n in names.items())
+            )
+        check(not left, f"{count} {what} left this behind: {'; '.join(left)}")
+
     def with_link(
         self, endpoints: Endpoints, work: Callable[[Session, Link], Coroutine[Any, Any, T]]
     ) -> T:
@@ -242,6 +271,18 @@ class TransportKit:
                 return await work(session, await session.connect())
 
         return run(main(), _TEST_S + self.large_bytes / _SLOW_BYTES_PER_S)
+
+
+def _held(endpoints: Endpoints) -> dict[str, int]:
+    """Count the resources of this process and of the server half's processes."""
+    held: dict[str, int] = {}
+    for pid in (os.getpid(), *endpoints.processes()):
+        whose = "this process" if pid == os.getpid() else "the server half"
+        for what, count in leftovers.held_by(pid).items():
+            held[f"{what} of {whose}"] = held.get(f"{what} of {whose}", 0) + count
+    below = {pid for pid, _ in leftovers.descendants(os.getpid())}
+    held["child processes"] = len(below)
+    return held
 
 
 def _words(place: str) -> str:

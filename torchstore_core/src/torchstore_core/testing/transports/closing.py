@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -13,9 +12,9 @@ import pytest
 
 from torchstore_core.contracts.transport import Link
 from torchstore_core.errors import TransportError
-from torchstore_core.testing import leftovers
 from torchstore_core.testing.timers import clock
 from torchstore_core.testing.transports.base import (
+    ROUNDS,
     TransportKit,
     check,
     fail,
@@ -24,13 +23,11 @@ from torchstore_core.testing.transports.base import (
     run,
 )
 from torchstore_core.testing.transports.ends.client import Crowd, Errand
-from torchstore_core.testing.transports.ends.endpoints import Endpoints
 from torchstore_core.testing.transports.ends.memory import Memory, pattern
 from torchstore_core.testing.transports.ends.session import Session
 
 __all__ = ["ClosingTests"]
 
-_ROUNDS = 8
 _NBYTES = 300_001
 _LONG = 12 << 20
 _ENDING = 3
@@ -75,7 +72,7 @@ class ClosingTests(TransportKit):
                 await link.read([memory.copy(offset)])
                 link.close()
 
-        self._must_leave_nothing(endpoints, _in_one_loop(use_once), "links")
+        self.must_leave_nothing(endpoints, _in_one_loop(use_once), "links")
 
     def test_a_link_that_is_dropped_leaves_nothing_behind(self) -> None:
         """The resources of a link are freed with its event loop, which users may not close."""
@@ -93,7 +90,7 @@ class ClosingTests(TransportKit):
             for _ in range(count):
                 run(drop())
 
-        self._must_leave_nothing(endpoints, rounds, "dropped links and loops")
+        self.must_leave_nothing(endpoints, rounds, "dropped links and loops")
 
     def test_a_cancelled_connect_leaves_nothing_behind(self) -> None:
         """This holds for a cancellation at any moment, also just after the link has been made."""
@@ -123,8 +120,8 @@ class ClosingTests(TransportKit):
             for at in range(count):
                 run(cancelled(took * at / (count - 3)))  # the last ones come too late
 
-        what, many = "cancelled connects", 2 * _ROUNDS
-        self._must_leave_nothing(endpoints, rounds, what, many, first=many)
+        what, many = "cancelled connects", 2 * ROUNDS
+        self.must_leave_nothing(endpoints, rounds, what, many, first=many)
 
     def test_failed_transfers_leave_nothing_behind(self) -> None:
         """What is refused costs nothing after the client has left, at either end."""
@@ -141,7 +138,7 @@ class ClosingTests(TransportKit):
                     await must_refuse(move(copies), what, _CONNECT_S)
                 link.close()
 
-        self._must_leave_nothing(endpoints, _in_one_loop(fail_once), "failed transfers")
+        self.must_leave_nothing(endpoints, _in_one_loop(fail_once), "failed transfers")
 
     def test_cancelled_transfers_leave_nothing_behind(self) -> None:
         """Nor do links whose transfer was cancelled when it had just begun."""
@@ -161,7 +158,7 @@ class ClosingTests(TransportKit):
                 check(known, f"a cancelled write raised {raised!r}, which is no TransportError")
                 link.close()
 
-        self._must_leave_nothing(endpoints, _in_one_loop(cancel_once), "cancelled transfers")
+        self.must_leave_nothing(endpoints, _in_one_loop(cancel_once), "cancelled transfers")
 
     def test_killed_clients_leave_nothing_behind(self) -> None:
         """Nor does a client process that is killed leave anything at the server half, which is told
@@ -181,7 +178,7 @@ class ClosingTests(TransportKit):
             crowd.kill()
             run(leave(crowd.peers))
 
-        self._must_leave_nothing(endpoints, rounds, "killed clients", first=_ROUNDS)
+        self.must_leave_nothing(endpoints, rounds, "killed clients", first=ROUNDS)
 
     def test_the_end_of_a_link_is_nobody_elses(self) -> None:
         """While a link moves bytes, others of the same client are closed, and other clients close
@@ -263,24 +260,6 @@ class ClosingTests(TransportKit):
 
         self.with_link(endpoints, work)
 
-    # ---- inside ---------------------------------------------------------------------------
-
-    def _must_leave_nothing(
-        self,
-        endpoints: Endpoints,
-        rounds: Callable[[int], None],
-        what: str,
-        count: int = _ROUNDS,
-        *,
-        first: int = 2,
-    ) -> None:
-        """Fail the test if so many rounds leave resources behind, which the first ones did not."""
-        rounds(first)
-        left = leftovers.left_by(
-            lambda: rounds(count), lambda: _held(endpoints), _ROUNDS, self.gone_within
-        )
-        check(not left, f"{count} {what} left this behind: {'; '.join(left)}")
-
 
 def _in_one_loop(once: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[int], None]:
     """Return a function that runs ``once`` so many times on one event loop."""
@@ -290,15 +269,3 @@ def _in_one_loop(once: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[int
             await once()
 
     return lambda count: run(rounds(count))
-
-
-def _held(endpoints: Endpoints) -> dict[str, int]:
-    """Count the resources of this process and of the server half's processes."""
-    held: dict[str, int] = {}
-    for pid in (os.getpid(), *endpoints.processes()):
-        whose = "this process" if pid == os.getpid() else "the server half"
-        for what, count in leftovers.held_by(pid).items():
-            held[f"{what} of {whose}"] = held.get(f"{what} of {whose}", 0) + count
-    below = {pid for pid, _ in leftovers.descendants(os.getpid())}
-    held["child processes"] = len(below)
-    return held

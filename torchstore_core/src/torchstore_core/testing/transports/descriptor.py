@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import math
 import os
 import subprocess
@@ -24,6 +25,7 @@ from torchstore_core.contracts.transport import (
 )
 from torchstore_core.errors import PluginError, TransportUnavailableError
 from torchstore_core.machine import topology
+from torchstore_core.machine.networks import Network
 from torchstore_core.plugins.registry import load_class
 from torchstore_core.testing.timers import clock
 from torchstore_core.testing.transports.base import TransportKit, check, fail
@@ -44,6 +46,7 @@ import json, sys
 import torchstore_core.contracts.hooks, torchstore_core.contracts.transport
 import torchstore_core.testing.transports.ends.host
 from torchstore_core.machine import topology
+from torchstore_core.machine.networks import Network
 here = topology.probe()
 before = set(sys.modules)
 name, value = json.loads(sys.argv[1])
@@ -87,7 +90,17 @@ def contexts(offer: bytes = b"") -> Iterator[LinkContext]:
         yield LinkContext(here, volume, same_host, offered=False)
         for given in {offer, b"", b"garbage", b"\xff" * 20}:
             yield LinkContext(here, volume, same_host, offered=True, offer=given)
-    for one, other in ((richer, richer), (richer, poor), (poor, poor)):
+    # Networks of which the system does not know the rate, of which it does, and none at all.
+    wired = [
+        msgspec.structs.replace(
+            host, networks=tuple(Network(f"eth{n}", f"192.0.{n}.{at}", 24, rate) for n in range(2))
+        )
+        for at, host in enumerate((here, far), 1)
+        for rate in (0, 100, 400_000)
+    ]
+    lonely = msgspec.structs.replace(far, networks=(), namespace="")
+    pairs = [(richer, richer), (richer, poor), (poor, poor), (here, lonely), (lonely, lonely)]
+    for one, other in (*pairs, *itertools.product(wired[:3], wired[3:])):
         yield LinkContext(one, other, same_host=False, offered=True, offer=offer)
 
 
@@ -158,7 +171,10 @@ class DescriptorTests(TransportKit):
         """A bid has a finite latency, a finite rate above 0 and a reason; a refusal, a reason."""
         spec = self.spec()
         for context in contexts(self._offer()):
-            bid = spec.bid(context)
+            try:
+                bid = spec.bid(context)
+            except Exception as error:  # noqa: BLE001 - the store takes any one for a refusal
+                fail(f"bidding raised {error!r} for {_about(context)}")
             where = f"{_about(context)}: {bid}"
             if isinstance(bid, Refusal):
                 check(bool(bid.reason.strip()), f"a refusal without a reason, for {where}")
@@ -217,7 +233,13 @@ class DescriptorTests(TransportKit):
 
 def _about(context: LinkContext) -> str:
     where = "on this host" if context.same_host else "on another host"
-    return f"a volume {where}, offered: {context.offered}, offer {context.offer[:20]!r}"
+    ends = (("here", context.client.networks), ("there", context.volume.networks))
+    networks = ", ".join(
+        f"{end} {' and '.join(f'{n.address} ({n.mbits_per_s} Mbit/s)' for n in known) or 'none'}"
+        for end, known in ends
+    )
+    offer = f"offered: {context.offered}, offer {context.offer[:20]!r}"
+    return f"a volume {where}, {offer}, networks {networks}"
 
 
 def _fresh(program: str, argument: list[str]) -> Any:

@@ -7,6 +7,7 @@ from torchstore_core.testing.transports.closing import ClosingTests
 from torchstore_core.testing.transports.descriptor import DescriptorTests
 from torchstore_core.testing.transports.in_store import StoreTests
 from torchstore_core.testing.transports.lasting import LastingTests
+from torchstore_core.testing.transports.listening import ListeningTests
 from torchstore_core.testing.transports.moving import MovingTests
 from torchstore_core.testing.transports.refusing import RefusingTests
 from torchstore_core.testing.transports.stopping import StoppingTests
@@ -23,6 +24,7 @@ class TransportTests(
     StoppingTests,
     ClosingTests,
     LastingTests,
+    ListeningTests,
     VolumeTests,
     StoreTests,
 ):

@@ -21,6 +21,8 @@ from torchstore_core.testing.transports.ends.session import Session
 
 __all__ = ["LastingTests"]
 
+# What a page of a large size, or what a half reads ahead, may have.
+_SOME_PAGES = 8 << 20
 _MB = 1 << 20
 # Enough that a kept copy of what was moved, or asked, is far more than what allocators keep.
 _TRANSFERS, _TRANSFERRED = 32, 512 << 10
@@ -126,6 +128,24 @@ class LastingTests(TransportKit):
                 check(target.data() == data, f"a read did not see what {who} had written before")
 
         self.with_link(endpoints, work)
+
+    def test_it_makes_no_pages(self) -> None:
+        """A segment gets memory where something is written, not because somebody is connected, or
+        reads what is beside it.
+        """
+        if type(self).endpoints is not TransportKit.endpoints:
+            pytest.skip("its volumes are its own (endpoints is overridden)")
+        with self.fresh() as endpoints:
+
+            async def work(_: Session, link: Link) -> None:
+                memory = Memory(pattern(5, _READ))
+                await link.write([memory.copy(13)])
+                await link.read([memory.copy(13)])
+
+            self.with_link(endpoints, work)
+            made = endpoints.backed_bytes()
+            few = made <= _READ + _SOME_PAGES
+            check(few, f"a write of {_READ} bytes has made {made >> 20} MiB of pages")
 
     def test_the_event_loop_goes_on(self) -> None:
         """While many bytes move, other tasks of the client's event loop run."""

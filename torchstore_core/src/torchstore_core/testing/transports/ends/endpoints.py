@@ -31,6 +31,8 @@ __all__ = ["SEGMENT", "Endpoints", "tool_environment"]
 
 #: Size of a segment in bytes. Only pages that are touched take memory.
 SEGMENT = 256 << 20
+# The unit in which the system counts the memory of files.
+_BLOCK = 512
 _PAGE = mmap.PAGESIZE
 _numbers = itertools.count()
 
@@ -87,8 +89,8 @@ class Endpoints:
             else:
                 opened = self._start(order, wrapper, environment or {})
             self.segments = [_mapped(opened.pid, one.fd, one.nbytes) for one in opened.segments]
-            places = [f"/proc/{opened.pid}/fd/{one.fd}" for one in opened.segments]
-            self._files = {(found.st_dev, found.st_ino) for found in map(os.stat, places)}
+            self._places = [f"/proc/{opened.pid}/fd/{one.fd}" for one in opened.segments]
+            self._files = {(found.st_dev, found.st_ino) for found in map(os.stat, self._places)}
         except BaseException:
             self._end()
             raise
@@ -136,6 +138,10 @@ class Endpoints:
     def put(self, offset: int, data: bytes, segment: int = 0) -> None:
         """Write to a segment, bypassing the transport."""
         self.segments[segment][offset : offset + len(data)] = data
+
+    def backed_bytes(self) -> int:
+        """Return how much memory the segments have: that of the pages that somebody has made."""
+        return sum(os.stat(place).st_blocks * _BLOCK for place in self._places)
 
     def held_here(self) -> int:
         """Count the descriptors and mappings that this process has of the segments."""

@@ -6,10 +6,11 @@ import contextlib
 import ctypes
 import gc
 import random
+from array import array
 
 from torchstore_core.contracts.transport import Copy
 
-__all__ = ["Memory", "give_back", "pattern"]
+__all__ = ["Memory", "give_back", "kinds", "pattern"]
 
 _GUARD = 64
 _POISON = b"\xa5"
@@ -21,6 +22,30 @@ def pattern(seed: int, nbytes: int) -> bytes:
     block = random.Random(seed).randbytes(min(nbytes, _BLOCK))  # noqa: S311
     whole, rest = divmod(nbytes, _BLOCK)
     return b"".join([*[block] * whole, block[:rest]])
+
+
+def kinds(nbytes: int) -> dict[str, bytes]:
+    """Return bytes as tensors have them, by what they are: those that a transport may compress, or
+    may find to be the same in many places, and those that become such in the middle.
+    """
+    shuffled = random.Random(nbytes)  # noqa: S311
+    some = range(1 << 14)
+    made = {
+        "zeros": bytes(1),
+        "all bits": b"\xff",
+        "a few bytes again and again": b"torch",
+        "small integers": array("i", [shuffled.randrange(100) for _ in some]).tobytes(),
+        "float32": array("f", [shuffled.gauss(0, 1) for _ in some]).tobytes(),
+        "float64 of float32": array("d", array("f", [shuffled.random() for _ in some])).tobytes(),
+        "noise": shuffled.randbytes(1 << 16),
+    }
+    # bfloat16: the upper half of each float32
+    made["bfloat16"] = bytes(byte for at, byte in enumerate(made["float32"]) if at % 4 >= 2)
+    found = {what: (data * (nbytes // len(data) + 1))[:nbytes] for what, data in made.items()}
+    half = nbytes // 2
+    found["zeros, then noise"] = found["zeros"][:half] + found["noise"][half:]
+    found["noise, then zeros"] = found["noise"][:half] + found["zeros"][half:]
+    return found
 
 
 def give_back() -> None:
