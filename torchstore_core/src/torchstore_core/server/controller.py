@@ -50,6 +50,7 @@ from torchstore_core.server.memory.detached_sessions import DetachedSessions
 from torchstore_core.server.memory.leases import Leases
 from torchstore_core.server.memory.lost_volumes import LostVolumes
 from torchstore_core.server.memory.placement import (
+    Assigned,
     Placement,
     checked_items,
     find_place,
@@ -388,6 +389,10 @@ class Controller:
         for index, nbytes in txn.granted.items():
             self.volumes[index].unfinished += nbytes
 
+    def _assigned(self, assign: Callable[[], Assigned]) -> Assigned:
+        """Ask the strategy where a put goes, see ``find_place``."""
+        return assign()
+
     def _place(
         self,
         facts: ClientFacts,
@@ -414,7 +419,7 @@ class Controller:
             if reserved is None:
                 break
             sought = facts, items, prefix, placed, inline, sizes, reserved
-            placements = find_place(self.strategy, self.volumes, *sought)
+            placements = find_place(self.strategy, self.volumes, *sought, self._assigned)
             if placements is not None:
                 return placements
             keys = () if collective is None else collective.keys

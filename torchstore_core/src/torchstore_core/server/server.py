@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import os
@@ -13,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.contracts.when_full import WHEN_FULL, check_when_full, is_url, shown_place
 from torchstore_core.errors import (
     ConfigurationError,
+    PluginError,
     StoreClosedError,
     StoreFullError,
     StoreTimeoutError,
@@ -34,6 +37,7 @@ from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.records import SessionRecord
 from torchstore_core.server.keeping.link import LOG, KeeperLink
 from torchstore_core.server.memory import strategy_calls
+from torchstore_core.server.memory.absent_strategy import AbsentStrategy, Loading
 from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.server.memory.segment import call_from_thread
 from torchstore_core.server.memory.volume import Volume, default_capacity, default_prefault
@@ -70,6 +74,8 @@ _SESSION = "session "
 _SPILL = "spill"
 # The name by which it knows the folder of objects that are spilled.
 _SPILL_FOLDER = "spill folder"
+# The name by which it knows how many copies the strategy wants.
+_COPIES = "copies"
 # What precedes the index of a volume in the name by which it knows one of another process.
 _VOLUME = "volume "
 
@@ -185,7 +191,7 @@ class Server:
         options = self.options
         if options.num_storage_volumes < 1:
             raise ConfigurationError("num_storage_volumes must be at least 1")
-        self._strategy = decode_strategy(options.strategy, options.strategy_fields, self.registry)
+        self._strategy = self._load_strategy()
         keeper = self._keeper
         kept = None if keeper is None else keeper.facts.get("directory")
         self._directory = PrivateDirectory(kept or options.directory)
@@ -217,6 +223,27 @@ class Server:
         if not options.attached:
             self._say_started()
         return self._address
+
+    def _load_strategy(self) -> Strategy:
+        """Return the store's strategy. If it is gone in a later life, what the store has is not."""
+        options, keeper = self.options, self._keeper
+
+        def load(registry: Registry) -> Strategy:
+            return decode_strategy(options.strategy, options.strategy_fields, registry)
+
+        try:
+            strategy = load(self.registry)
+        except PluginError as error:
+            if keeper is None or keeper.life == 1:
+                raise
+            log.error("%s; nothing can be put until it can be loaded", error.message)
+            loading = Loading(lambda: load(Registry(block=options.block)), error)
+            known = int(keeper.facts.get(_COPIES, 1))
+            return AbsentStrategy.of(options.strategy_fields, known, loading)
+        if keeper is not None:
+            with contextlib.suppress(PluginError):  # puts will say it
+                keeper.note(**{_COPIES: str(strategy_calls.copies(strategy))})
+        return strategy
 
     def _open_spill_file(self) -> SpillFile | SpillObjects | None:
         options = self.options

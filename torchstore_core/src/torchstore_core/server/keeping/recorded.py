@@ -23,7 +23,7 @@ import msgspec
 
 from torchstore_core import moments
 from torchstore_core.contracts.strategy import ClientFacts
-from torchstore_core.errors import StoreFullError, TorchStoreError
+from torchstore_core.errors import StoreFullError, TorchStoreError, from_wire
 from torchstore_core.machine.processes import Process, started
 from torchstore_core.machine.topology import Topology
 from torchstore_core.server.controller import Controller
@@ -35,6 +35,7 @@ from torchstore_core.server.keeping.recorded_repairs import RecordedRepairs
 from torchstore_core.server.keeping.recorded_spilling import RecordedSpilling
 from torchstore_core.server.keeping.state import StateReader, written
 from torchstore_core.server.memory.detached_sessions import DetachedSessions
+from torchstore_core.server.memory.placement import Assigned
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.serving.sending import committed, granted
 from torchstore_core.server.spilling.delays import Delayed
@@ -45,7 +46,7 @@ from torchstore_core.wire.repeating import number_of
 # Kinds of records. Their numbers must stay what they are only as long as a store lives.
 _OPEN, _CLOSE, _END, _REQUEST, _ABORT, _ABORT_EARLY, _RELEASE, _RELEASE_EARLY = range(8)
 _VALUES, _STATE, _DUE, _BEGIN, _GREW, _TRIMMED, _SPILLING, _REPAIRING = range(8, 16)
-_DETACH, _DETACHED_ENDED, _LOST, _RESERVED, _RETURNED, _TAKEN_IN, _USABLE = range(16, 23)
+_DETACH, _DETACHED_ENDED, _LOST, _RESERVED, _RETURNED, _TAKEN_IN, _USABLE, _PLACED = range(16, 24)
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(
     m.Put
@@ -74,6 +75,7 @@ _LOCATES = frozenset((m.Locate, m.LocateRefs, m.LocateKeys))
 _FETCHES = frozenset((m.Fetch, m.FetchRef, m.FetchKeys))
 _decode_ids = msgspec.msgpack.Decoder(list[int]).decode
 _decode_due = msgspec.msgpack.Decoder(tuple[list[int], list[int]]).decode
+_decode_placed = msgspec.msgpack.Decoder(Assigned | m.Failure).decode
 _decode_number = msgspec.msgpack.Decoder(int).decode
 _decode_detached = msgspec.msgpack.Decoder(tuple[Process | None, bool]).decode
 _decode_release = msgspec.msgpack.Decoder(tuple[list[int], list[tuple[int, list[int]]]]).decode
@@ -272,6 +274,28 @@ class RecordedController(Controller):
                 raise
             return self.volumes[at].allocator.assured  # the next life will not know that it may
         return limit
+
+    def _assigned(self, assign: Callable[[], Assigned]) -> Assigned:
+        """Record where a put goes, or why nowhere: in another life a strategy may answer otherwise,
+        being of another version of its package, or not as pure as it should be, and values would
+        be looked for where they are not.
+        """
+        if self._records is not None and self._records.peek() is not None:
+            body = self._next_body(_PLACED, take=True)
+            if body is None:
+                raise StoreFullError("the server's log had no room for where this put goes")
+            answer: Assigned | m.Failure = _decode_placed(body)
+            if isinstance(answer, m.Failure):
+                raise from_wire(answer.code, answer.message, answer.key, answer.details)
+            return answer
+        try:
+            assigned = assign()
+        except TorchStoreError as error:
+            failure = m.Failure(0, error.code, error.message, error.key, portable(error)[1])
+            self._step(_PLACED, _encode(failure), SPARE)
+            raise
+        self._step(_PLACED, _encode(assigned), SPARE)
+        return assigned
 
     def grown(self, index: int, usable: int) -> None:
         grown = partial(super().grown, index, usable)
@@ -644,6 +668,9 @@ class RecordedController(Controller):
     def _returned_again(self, record: Record) -> None:
         Controller.trimmed(self, record.session)
 
+    def _placed_again(self, record: Record) -> None:
+        """It is part of the put before it, whose session is gone."""
+
     def _taken_in_again(self, record: Record) -> None:
         """It is part of the get before it, which has taken it."""
 
@@ -682,6 +709,7 @@ class RecordedController(Controller):
         _RETURNED: _returned_again,
         _TAKEN_IN: _taken_in_again,
         _USABLE: _grew_again,
+        _PLACED: _placed_again,
     }
 
 

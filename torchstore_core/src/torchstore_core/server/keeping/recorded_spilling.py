@@ -60,10 +60,9 @@ class _Ended(msgspec.Struct, array_like=True, tag=3):
 
 
 class _Reserved(msgspec.Struct, array_like=True, tag=4):
-    """A put was not free to take memory of these volumes: values on disk need it to come back."""
+    """A put was not free to take memory of any volume: values on disk need it to come back."""
 
     how: int
-    volumes: list[int]
 
 
 class _Read(msgspec.Struct, array_like=True, tag=5):
@@ -140,16 +139,14 @@ class RecordedSpilling(Spilling):
             self._next_step(True)
             if step.how == _DELAYED:
                 raise _delayed()
-            return frozenset(step.volumes) if step.how == _YES else None
+            return None
         try:
             found = super().reserved(nbytes)
         except Delayed:
-            self._record(_encode(_Reserved(_DELAYED, [])), 0)
+            self._record(_encode(_Reserved(_DELAYED)), 0)
             raise
         if found is None:
-            self._record(_encode(_Reserved(_NO, [])), 0)
-        elif found:
-            self._record(_encode(_Reserved(_YES, sorted(found))), 0)
+            self._record(_encode(_Reserved(_NO)), 0)
         return found
 
     def _use_away(self, tracked: Sequence[Tracked], away: Sequence[Tracked], mover: Mover) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
@@ -88,15 +88,32 @@ class _Fragmented(NamedTuple):
 
 
 class _Group:
-    """Items that must be placed together, with the volumes for them, best first."""
+    """Items that must be placed together, with their keys and the volumes for them, best first."""
 
-    __slots__ = ("inline", "members", "order", "placed", "sizes")
+    __slots__ = ("inline", "keys", "members", "order", "placed", "sizes")
 
-    def __init__(self, order: Sequence[int]) -> None:
-        self.order = order
+    def __init__(self, keys: Sequence[str]) -> None:
+        self.keys = keys
+        self.order: Sequence[int] = ()
         self.members: Sequence[int] = []
         self.placed = self.inline = 0
         self.sizes: list[int] = []
+
+
+class Assigned(msgspec.Struct, frozen=True, array_like=True, tag="assigned"):
+    """What has become of the strategy's answers: the volumes of each group of items.
+
+    Args:
+        by_key: whether there is a group for each key, or one for all items.
+        volumes: those of each group, in order; None: there was not enough room.
+    """
+
+    by_key: bool
+    volumes: list[tuple[int, ...]] | None
+
+
+def _now(assign: Callable[[], Assigned]) -> Assigned:
+    return assign()
 
 
 def find_place(
@@ -109,6 +126,7 @@ def find_place(
     inline: int,
     sizes: list[int],
     reserved: Collection[int] = (),
+    noted: Callable[[Callable[[], Assigned]], Assigned] = _now,
 ) -> list[Placement] | None:
     """Allocate memory for the items on live volumes with room, in the strategy's order, on as many
     volumes as it wants copies. Returns None if there is not enough room.
@@ -116,6 +134,8 @@ def find_place(
     Args:
         prefix: prepended to the items' keys before they are passed to the strategy.
         reserved: volumes that get nothing of it; not the only one.
+        noted: called with a function that asks the strategy; returns what that returns, or what it
+            returned when the same was done before.
 
     Raises:
         PluginError: the strategy fails, or names no volume or one that does not exist.
@@ -133,42 +153,65 @@ def find_place(
         return None
     known = tuple([v.facts() for v in volumes])
     keys = [prefix + item.key for item in items]
-    if strategy_calls.by_key(strategy):
-        groups = _groups(strategy, known, facts, items, keys)
-    else:
-        group = _Group(strategy_calls.order(strategy, facts, known, placed + inline, keys))
+    asked: tuple[bool, Sequence[_Group], int] | None = None
+    too_large: dict[int, int] = {}  # by fragmented volume: the value size from which it has no room
+
+    def grouped(by_key: bool) -> Sequence[_Group]:
+        if by_key:
+            return _groups(items, keys)
+        group = _Group(keys)
         group.members, group.sizes = range(len(items)), sizes
         group.placed, group.inline = placed, inline
-        groups = [group]
-    for group in groups:
-        if not any(not known[at].lost for at in group.order):
-            raise all_lost_error(strategy, volumes, group.order)
-    copies = strategy_calls.copies(strategy)
-    too_large: dict[int, int] = {}  # by fragmented volume: the value size from which it has no room
+        return [group]
+
+    def assign() -> Assigned:
+        nonlocal asked
+        if asked is None:
+            by_key = strategy_calls.by_key(strategy)
+            groups = grouped(by_key)
+            asked = by_key, groups, _ask(strategy, known, facts, groups, volumes)
+        by_key, groups, copies = asked
+        return Assigned(by_key, _assign(groups, known, copies, too_large, reserved))
+
     while True:
-        assigned = _assign(groups, known, copies, too_large, reserved)
-        if assigned is None:
+        assigned = noted(assign)
+        if assigned.volumes is None:
             return None
-        placements = _allocated(assigned, volumes)
+        groups = grouped(assigned.by_key) if asked is None else asked[1]
+        together: dict[tuple[int, ...], list[_Group]] = {}
+        for group, chosen in zip(groups, assigned.volumes, strict=True):
+            together.setdefault(chosen, []).append(group)
+        placements = _allocated(together, volumes)
         if not isinstance(placements, _Fragmented):
             return placements
         too_large[placements.volume] = placements.nbytes
 
 
-def _groups(
+def _ask(
     strategy: Strategy,
     known: Sequence[VolumeFacts],
     facts: ClientFacts,
-    items: Sequence[m.PutItem],
-    keys: Sequence[str],
-) -> list[_Group]:
+    groups: Sequence[_Group],
+    volumes: Sequence[VolumeRecord],
+) -> int:
+    """Ask the strategy for the order of volumes of each group; returns how many copies it wants."""
+    for group in groups:
+        nbytes = group.placed + group.inline
+        group.order = strategy_calls.order(strategy, facts, known, nbytes, group.keys)
+    for group in groups:
+        if not any(not known[at].lost for at in group.order):
+            raise all_lost_error(strategy, volumes, group.order)
+    return strategy_calls.copies(strategy)
+
+
+def _groups(items: Sequence[m.PutItem], keys: Sequence[str]) -> list[_Group]:
     """Return one group for each key, with the memory that its items need."""
     by_key: dict[str, list[int]] = {}
     for at, key in enumerate(keys):
         by_key.setdefault(key, []).append(at)
     groups: list[_Group] = []
     for key, members in by_key.items():
-        group = _Group(())
+        group = _Group((key,))
         group.members = members
         for at in members:
             item = items[at]
@@ -177,9 +220,6 @@ def _groups(
             else:
                 group.sizes.append(item.nbytes)
                 group.placed += rounded(item.nbytes)
-        group.order = strategy_calls.order(
-            strategy, facts, known, group.placed + group.inline, (key,)
-        )
         groups.append(group)
     return groups
 
@@ -190,10 +230,10 @@ def _assign(
     copies: int,
     too_large: Mapping[int, int],
     reserved: Collection[int],
-) -> dict[tuple[int, ...], list[_Group]] | None:
-    """Assign the groups to volumes; None if there is not enough room for all of them."""
+) -> list[tuple[int, ...]] | None:
+    """Return the volumes of each group; None if there is not enough room for all of them."""
     room = {v.index: v.free_bytes for v in known if not v.lost and v.index not in reserved}
-    found: dict[tuple[int, ...], list[_Group]] = {}
+    found: list[tuple[int, ...]] = []
     for group in groups:
         order = [at for at in group.order if at in room]
         wanted = min(copies, len(order)) if group.placed else 1
@@ -208,7 +248,7 @@ def _assign(
                     break
         else:
             return None
-        found.setdefault(tuple(chosen), []).append(group)
+        found.append(tuple(chosen))
     return found
 
 

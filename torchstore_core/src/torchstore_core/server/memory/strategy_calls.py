@@ -12,6 +12,7 @@ from typing import NoReturn, TypeVar
 
 from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFacts
 from torchstore_core.errors import PluginError
+from torchstore_core.server.memory.absent_strategy import AbsentStrategy
 
 T = TypeVar("T")
 
@@ -110,6 +111,8 @@ def _asked(strategy: Strategy, what: str, question: Callable[[], T]) -> T:
     try:
         return question()
     except BaseException as error:  # third-party code
+        if isinstance(strategy, AbsentStrategy) and isinstance(error, PluginError):
+            raise
         raise PluginError(
             f"strategy {type(strategy).__name__} cannot {what}: {_text(error)}"
         ) from error
