@@ -63,16 +63,16 @@ async def _poll_late(stopped: str, polled: str) -> None:
             self.poll = self
             self._calls = 0
 
-        async def call_one(self, token: bytes) -> Any:
+        async def call_one(self, token: bytes, got: int) -> Any:
             self._calls += 1
             if self._calls > 1:
                 await until(Path(stopped).exists, 30)
-            return await self._controller.poll.call_one(token)
+            return await self._controller.poll.call_one(token, got)
 
     real = RelayUplink._show_life
 
     async def show_life(self: Any) -> None:
-        self._controller = Late(self._controller)
+        self.controller = Late(self.controller)
         try:
             await real(self)
         finally:
