@@ -203,7 +203,8 @@ class Directory(Actor):
         self._watch(store)
         await controller.lead.call_one(store.volumes)
         log.warning("store %r has another controller", store.request.store_name)
-        told = [agent.introduce.call_one(store.volumes, controller) for agent in store.living(None)]
+        said = store.volumes, controller, store.generation
+        told = [agent.introduce.call_one(*said) for agent in store.living(None)]
         await asyncio.gather(*(_bounded(one, _TELL_S) for one in told))
 
     def _watch(self, store: _Store) -> None:
@@ -354,7 +355,7 @@ class Directory(Actor):
         volumes = {f"{request.store_name}-{i}": agents[at] for i, at in enumerate(chosen)}
         ready, _ = await asyncio.gather(
             store.controller.ready.call_one(volumes, request.timeout),
-            store.spawned.introduce.call(volumes, store.controller),
+            store.spawned.introduce.call(volumes, store.controller, store.generation),
         )
         result(ready)
         store.volumes = volumes

@@ -187,18 +187,19 @@ class HostActor(Actor):
             ) from error
 
     @concurrent_endpoint
-    async def introduce(self, volumes: dict[str, Any], controller: Any) -> None:
+    async def introduce(self, volumes: dict[str, Any], controller: Any, generation: int) -> None:
         """Learn which actors have the store's volumes, and which one leads to the server.
 
         Args:
             volumes: the actors, by volume id.
+            generation: of the controller, see ``Directory.leader``.
         """
         self._controller = controller
         if self._forwarder is not None:
             self._forwarder.volumes = volumes
         core, uplink = self._core, self._uplink
         if core is not None and uplink is not None:
-            core.loop.call_soon_threadsafe(uplink.look)
+            core.loop.call_soon_threadsafe(uplink.led, generation)
 
     # ---- monarch-rpc ----------------------------------------------------------------------
 

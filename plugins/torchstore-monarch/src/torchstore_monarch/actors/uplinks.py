@@ -137,9 +137,10 @@ class RelayUplink:
             return self._arrived.popleft()
         raise self._error or StoreClosedError("the server does not say anything any more")
 
-    def look(self) -> None:
-        """Another actor may lead now."""
-        self._suspect.set()
+    def led(self, generation: int) -> None:
+        """The controller of that generation leads now, see ``Directory.leader``."""
+        if generation != self._generation:
+            self._suspect.set()
 
     def close(self) -> None:
         """Receive nothing more. Idempotent."""

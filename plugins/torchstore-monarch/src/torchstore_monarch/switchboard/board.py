@@ -17,7 +17,7 @@ from torchstore_core.errors import ProtocolError, StoreClosedError
 from torchstore_core.machine.processes import ProcessWatch
 from torchstore_core.runtimes.server_process import ServerProcess
 from torchstore_core.server.remote.lines import Line
-from torchstore_core.server.remote.relay_server import RelayServer
+from torchstore_core.server.remote.relay_server import EXPIRE_S, RelayServer
 from torchstore_core.server.serving.frames import FrameProtocol
 from torchstore_core.server.serving.listening import Listener, speaking
 from torchstore_monarch.actors.swept_directory import SweptDirectory
@@ -92,6 +92,7 @@ class Switchboard:
         self._watches: list[ProcessWatch] = []
         self._starting: asyncio.Task[str] | None = None
         self._led = False
+        self._follow_by = 0.0  # until then, living relays may be silent: they look for the actor
         self._root_ended = False
         self._grace: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -225,8 +226,11 @@ class Switchboard:
                 uplink = self._uplinks.get(relays.token_of(peer) or b"")
                 carrier.send(wire.Answer(number, agent="" if uplink is None else uplink.agent))
             case wire.AgentFailed():
-                relays.close_silent(_SILENT)
+                if asyncio.get_running_loop().time() > self._follow_by:
+                    relays.close_silent(_SILENT)
             case wire.Led():
+                if self._led:
+                    self._follow_by = asyncio.get_running_loop().time() + EXPIRE_S
                 self._led = True
                 relays.resume()
             case wire.End(number, why):
