@@ -6,8 +6,10 @@ import asyncio
 import os
 import random
 import signal
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -60,38 +62,76 @@ async def one_host(job: Job) -> AsyncIterator[Job]:
     await end_store(job)
 
 
+_go = threading.Event()
+
+
+async def _hold_back() -> None:
+    """In the root: from now on no controller is started before it may."""
+    from torchstore_monarch.actors.directory import Directory
+
+    real = Directory._lead_once
+
+    async def late(self: Any, store: Any) -> None:
+        await asyncio.to_thread(_go.wait, 60)
+        await real(self, store)
+
+    Directory._lead_once = late
+    _go.clear()
+
+
+async def _let_go() -> None:
+    _go.set()
+
+
 async def test_clients_of_its_host_notice_nothing(one_host: Job) -> None:
+    """And others find the store while there is no controller."""
     await one_host.root(acts.initialize, {"num_storage_volumes": 2})
-    await _nothing_is_lost(one_host, 1.0)
+    held, before = await _put_and_hold(one_host)
+    await one_host.root(_hold_back)
+    pid = await another(one_host)
+    os.kill(pid, signal.SIGKILL)
+    await one_host.root(acts.put_ones, "of the root", MB)
+    assert await one_host.at(0, acts.get_shape, "of the root") == ((MB,), [1])
+    await _is_kept(one_host, held, before)
+    assert not controllers(one_host) - {pid}
+    await one_host.root(_let_go)
+    await another(one_host, pid)
+    await _is_kept(one_host, held, before)
 
 
 async def test_clients_of_other_hosts_wait(two_hosts: Job) -> None:
     await two_hosts.root(acts.initialize_on_hosts, {"strategy": "spread"})
-    await _nothing_is_lost(two_hosts, PAUSE_S)
+    held, before = await _put_and_hold(two_hosts)
+    pid = await another(two_hosts)
+    for _ in range(2):
+        os.kill(pid, signal.SIGKILL)
+        async with within(PAUSE_S):
+            await _is_kept(two_hosts, held, before)
+        pid = await another(two_hosts, pid)
 
 
-async def _nothing_is_lost(job: Job, pause_s: float) -> None:
+async def _put_and_hold(job: Job) -> tuple[int, Any]:
+    """What is held, and the status."""
     await job.at(0, acts.put_ones, "first", MB)
     await job.at(1, acts.put_ones, "second", MB, 2)
     held = await job.at(1, acts.put_ones_and_hold, "held")
-    before = await job.root(acts.status)
-    pid = await another(job)
-    for _ in range(2):
-        os.kill(pid, signal.SIGKILL)
-        async with within(pause_s):
-            assert await job.at(0, acts.get_shape, "second") == ((MB,), [2])
-            await job.at(1, acts.put_ones, "third", MB, 3)
-            assert await job.at(0, acts.get_shape, "third") == ((MB,), [3])
-        pid = await another(job, pid)
-        assert await job.at(1, acts.get_shape, "first") == ((MB,), [1])
-        assert await job.at(1, acts.held_sum, held) == MB
-        after = await job.root(acts.status)
-        assert after.controller_pid == before.controller_pid
-        assert after.keeper_pid == before.keeper_pid
-        assert [v.pid for v in after.volumes] == [v.pid for v in before.volumes]
-        ages = {session.pid: session.age_s for session in after.sessions}
-        assert all(ages[session.pid] > session.age_s for session in before.sessions)
-        assert not [session for session in after.sessions if session.role == "orphan"]
+    return held, await job.root(acts.status)
+
+
+async def _is_kept(job: Job, held: int, before: Any) -> None:
+    """All is what and where it was, and more can be put."""
+    assert await job.at(0, acts.get_shape, "second") == ((MB,), [2])
+    assert await job.at(1, acts.get_shape, "first") == ((MB,), [1])
+    await job.at(1, acts.put_ones, "third", MB, 3)
+    assert await job.at(0, acts.get_shape, "third") == ((MB,), [3])
+    assert await job.at(1, acts.held_sum, held) == MB
+    after = await job.root(acts.status)
+    assert after.controller_pid == before.controller_pid
+    assert after.keeper_pid == before.keeper_pid
+    assert [v.pid for v in after.volumes] == [v.pid for v in before.volumes]
+    ages = {session.pid: session.age_s for session in after.sessions}
+    assert all(ages[session.pid] > session.age_s for session in before.sessions)
+    assert not [session for session in after.sessions if session.role == "orphan"]
 
 
 async def _is_led() -> None:

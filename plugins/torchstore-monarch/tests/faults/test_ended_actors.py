@@ -146,10 +146,12 @@ async def test_a_process_whose_actor_has_ended_calls_as_another(away: Job) -> No
 
 async def _open_a_relay(stopped: Any) -> str:
     from torchstore_monarch import job
+    from torchstore_monarch.protocol import FoundStore
 
     actor = await job._relay_actor()
+    found = FoundStore("away", "", "", {}, "")
     try:
-        await actor.run(lambda: actor.host.open_relay("away", stopped, {}, 20))
+        await actor.run(lambda: actor.host.open_relay(found, stopped, {}, 20))
     except ts.StoreClosedError as error:
         return error.code
     finally:
