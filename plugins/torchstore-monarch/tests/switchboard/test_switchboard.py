@@ -17,6 +17,7 @@ from tests.support import until
 
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.machine import topology
+from torchstore_core.machine.directories import is_abandoned
 from torchstore_core.runtimes.server_process import ServerProcess
 from torchstore_core.server.remote.relay_server import RelayReply, RelayRequest
 from torchstore_core.testing.timers import within
@@ -38,12 +39,14 @@ class _Actor:
 
     @classmethod
     async def connect(cls, path: str) -> _Actor:
-        return cls(*await asyncio.open_unix_connection(path))
+        made = cls(*await asyncio.open_unix_connection(path))
+        made.send(wire.Carry())
+        return made
 
-    def send(self, message: wire._Message) -> None:
+    def send(self, message: wire.FromActor) -> None:
         self._writer.write(wire.frame(message))
 
-    async def receive(self) -> wire.Answer | wire.Say | wire.Ended:
+    async def receive(self) -> wire.ToActor:
         size = int.from_bytes(await self._reader.readexactly(HEADER), "little")
         return wire.to_actor(await self._reader.readexactly(size))
 
@@ -114,6 +117,20 @@ async def test_it_waits_for_the_next_actor() -> None:
             actor.close()
         actor = await _Actor.connect(board.path)
         await actor.nothing_more()
+        assert board.runs
+        actor.close()
+
+
+async def test_who_only_looks_whether_it_listens_is_no_actor() -> None:
+    """As a server does that comes back."""
+    async with _switchboard(_SHORT_S) as board:
+        actor = await _Actor.connect(board.path)
+        actor.send(wire.Led())
+        assert not is_abandoned(board.path)
+        token = (await actor.open()).token
+        actor.send(wire.Ask(token, 1, 0, _hello(1)))
+        await _refused(actor, 1, 1)
+        await asyncio.sleep(2 * _SHORT_S)  # it does not wait for another one
         assert board.runs
         actor.close()
 

@@ -316,6 +316,7 @@ class SwitchboardLink(FrameProtocol):
             made._has_ended = True
             made.close()
             raise StoreClosedError(f"the owner of the server is gone: {error}") from error
+        made.write(wire.frame(wire.Carry()))
         return made
 
     def led(self) -> None:
@@ -379,7 +380,7 @@ class SwitchboardLink(FrameProtocol):
                 self.close()
                 return
 
-    def _handle(self, message: wire.Answer | wire.Say | wire.Ended) -> None:
+    def _handle(self, message: wire.ToActor) -> None:
         if isinstance(message, wire.Say):
             back = self._back.get(message.token)
             if back is None:

@@ -187,8 +187,7 @@ class Switchboard:
 
     # ---- the actor ------------------------------------------------------------------------
 
-    def carried(self, carrier: _Carrier) -> None:
-        """An actor is there."""
+    def _carried(self, carrier: _Carrier) -> None:
         self._carrier = carrier
         if self._grace is not None:
             self._grace.cancel()
@@ -210,12 +209,14 @@ class Switchboard:
         loop = asyncio.get_running_loop()
         self._grace = loop.call_later(self._options.grace_s, self.end_soon, why)
 
-    def handle(self, carrier: _Carrier, message: object) -> None:
+    def handle(self, carrier: _Carrier, message: wire.FromActor) -> None:
         """Do what an actor wants."""
         relays = self._relay_server
         if relays is None:
             return
         match message:
+            case wire.Carry():
+                self._carried(carrier)
             case wire.Ask(token, number, got, requests):
                 self._ask(relays, token, number, got, requests)
             case wire.Poll(number, token, got):
@@ -296,18 +297,14 @@ class Switchboard:
 
 
 class _Carrier(FrameProtocol):
-    """The connection of an actor."""
+    """The connection of an actor, once it has said that it is one."""
 
     def __init__(self, board: Switchboard, pid: int) -> None:
         super().__init__(wire.MAX_FRAME)
         self._board = board
         self.gone = asyncio.Event()
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        self._board.carried(self)
-
-    def send(self, message: wire.Answer | wire.Say | wire.Ended) -> None:
+    def send(self, message: wire.ToActor) -> None:
         """Send a message, if the actor is still there."""
         self.write(wire.frame(message))
 

@@ -42,6 +42,10 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False)
     pass
 
 
+class Carry(_Message, frozen=True):
+    """This is an actor, and no one that only wants to know whether somebody listens."""
+
+
 class OpenUplink(_Message, frozen=True):
     """Open an uplink for a relay, or go on with one, see ``RelayServer.open``.
 
@@ -135,15 +139,13 @@ class Ended(_Message, frozen=True):
     good: bool
 
 
-_from_actor: msgspec.msgpack.Decoder[
-    OpenUplink | Ask | Poll | AgentOf | AgentFailed | Led | End
-] = msgspec.msgpack.Decoder(OpenUplink | Ask | Poll | AgentOf | AgentFailed | Led | End)
-_to_actor: msgspec.msgpack.Decoder[Answer | Say | Ended] = msgspec.msgpack.Decoder(
-    Answer | Say | Ended
-)
+FromActor = Carry | OpenUplink | Ask | Poll | AgentOf | AgentFailed | Led | End
+ToActor = Answer | Say | Ended
+_from_actor: msgspec.msgpack.Decoder[FromActor] = msgspec.msgpack.Decoder(FromActor)
+_to_actor: msgspec.msgpack.Decoder[ToActor] = msgspec.msgpack.Decoder(ToActor)
 
 
-def from_actor(body: bytes) -> OpenUplink | Ask | Poll | AgentOf | AgentFailed | Led | End:
+def from_actor(body: bytes) -> FromActor:
     """Decode what an actor has sent.
 
     Raises:
@@ -155,7 +157,7 @@ def from_actor(body: bytes) -> OpenUplink | Ask | Poll | AgentOf | AgentFailed |
         raise ProtocolError(f"an actor has sent something unreadable: {error}") from error
 
 
-def to_actor(body: bytes) -> Answer | Say | Ended:
+def to_actor(body: bytes) -> ToActor:
     """Decode what a switchboard has sent.
 
     Raises:
@@ -167,7 +169,7 @@ def to_actor(body: bytes) -> Answer | Say | Ended:
         raise ProtocolError(f"a switchboard has sent something unreadable: {error}") from error
 
 
-def frame(message: _Message) -> bytes:
+def frame(message: FromActor | ToActor) -> bytes:
     """Encode a message as one frame."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(HEADER, "little") + body
