@@ -148,6 +148,17 @@ async def _lose_the_controller(job: Job) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+async def _lose_more(job: Job) -> None:
+    """Kill the server, too, now and then: shortly before, or shortly after."""
+    server = (await job.root(acts.status)).controller_pid if random.random() < 0.3 else 0
+    first = random.random() < 0.5
+    if server and first:
+        os.kill(server, signal.SIGKILL)
+    await _lose_the_controller(job)
+    if server and not first:
+        os.kill(server, signal.SIGKILL)
+
+
 @pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.soak)])
 @pytest.mark.timeout(900)
 async def test_under_load(one_host: Job, kills: int) -> None:
@@ -159,7 +170,7 @@ async def test_under_load(one_host: Job, kills: int) -> None:
 @pytest.mark.timeout(900)
 async def test_under_load_on_other_hosts(two_hosts: Job, kills: int) -> None:
     await two_hosts.root(acts.initialize_on_hosts, {"strategy": "spread", "capacity": 1 << 30})
-    await under_load(two_hosts, kills, random.randrange(1 << 30), _lose_the_controller)
+    await under_load(two_hosts, kills, random.randrange(1 << 30), _lose_more)
 
 
 async def test_it_is_killed_again_before_it_leads(one_host: Job) -> None:
