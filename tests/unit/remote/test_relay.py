@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,6 +23,7 @@ from tests.unit.remote.relays import Backstage, Relayed
 import torchstore_core as ts
 from torchstore_core.machine import topology
 from torchstore_core.server.remote import relay
+from torchstore_core.server.remote.relay_server import EXPIRE_S, RelayServer
 from torchstore_core.testing.timers import within
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import encode
@@ -332,6 +334,28 @@ async def test_what_a_client_of_a_dead_relay_has_mapped_is_not_used_again(
         assert held.unique().tolist() == [7]
     await ts.shutdown(impatient.address)
     del held
+
+
+async def test_silence_does_not_count_while_nobody_can_be_heard() -> None:
+    now = [0.0]
+
+    def converse(*_: object) -> Any:
+        pytest.fail("nobody speaks")
+
+    relays = RelayServer(converse, clock=lambda: now[0])
+    token = relays.open(msgspec.msgpack.encode(topology.probe()))
+    relays.suspend()
+    now[0] += 100.0
+    relays.close_silent()
+    assert token in relays.tokens
+    relays.resume()
+    now[0] += EXPIRE_S - 1.0
+    relays.close_silent()
+    assert token in relays.tokens
+    now[0] += 2.0
+    relays.close_silent()
+    assert token not in relays.tokens
+    relays.close()
 
 
 async def test_a_process_that_died_with_its_relay_holds_nothing(impatient: Relayed) -> None:

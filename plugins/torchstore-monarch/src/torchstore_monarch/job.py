@@ -266,7 +266,8 @@ async def find(store_name: str, timeout: float | None) -> str | None:
 
 
 async def _find(store_name: str) -> str | None:
-    data, controller, volumes = await (await directory()).find.call_one(store_name)
+    asked = (await directory()).find
+    data, _, volumes = await asked.call_one(store_name)
     if not data:
         return None
     found = msgspec.msgpack.decode(data, type=FoundStore)
@@ -275,7 +276,14 @@ async def _find(store_name: str) -> str | None:
     if here != found.host_id:
         relays = found.relays.get(here, ())
         there = [relay for relay in relays if _is_there(relay)]  # those whose process is alive
-        address = there[0] if there else await _own_relay(found, controller, volumes)
+        if there:
+            address = there[0]
+        else:
+            data, controller, volumes = await asked.call_one(store_name, True)
+            if not data:
+                return None
+            found = msgspec.msgpack.decode(data, type=FoundStore)
+            address = await _own_relay(found, controller, volumes)
     for store_id, (at, _) in list(_volumes.items()):  # a copy, as other threads change it meanwhile
         if not _is_there(at):
             _volumes.pop(store_id, None)
@@ -295,9 +303,9 @@ async def _own_relay(found: FoundStore, controller: Any, volumes: dict[str, Any]
         if address:
             return address
         actor = await _relay_actor()
-        name, host = found.store_name, actor.host
+        host = actor.host
         try:
-            address = await actor.run(lambda: host.open_relay(name, controller, volumes, _MAKE_S))
+            address = await actor.run(lambda: host.open_relay(found, controller, volumes, _MAKE_S))
         except BaseException as error:
             actor.relaying = False
             if isinstance(error, _EndedError):  # not the caller's actor

@@ -32,6 +32,7 @@ class StoreRequest(msgspec.Struct, frozen=True):
         when_full, repair_bandwidth, spill: as in ``StoreOptions``.
         spill_capacity: the most bytes that all volumes spill together, each an equal part.
         keeper: whether the server is started again when it dies.
+        root: pid of the program with which the store ends, as the directory has it.
     """
 
     store_name: str
@@ -49,6 +50,7 @@ class StoreRequest(msgspec.Struct, frozen=True):
     keeper: bool = True
     spill: str | None = None
     spill_capacity: int | None = None
+    root: int = 0
 
     @classmethod
     def of(cls, options: StoreOptions, token: str = "", *, members: bool = False) -> StoreRequest:
@@ -89,6 +91,23 @@ class FoundStore(msgspec.Struct, frozen=True):
     address: str
     relays: dict[str, list[str]]
     store_id: str
+
+
+class Led(msgspec.Struct, frozen=True):
+    """Which actor leads to a server.
+
+    Args:
+        host_id, address: as in :class:`FoundStore`.
+        pid: of the actor's process.
+        switchboard_pid, server_pid: of the processes that outlive it; the latter is the server's,
+            or its keeper's.
+    """
+
+    host_id: str
+    address: str
+    pid: int
+    switchboard_pid: int
+    server_pid: int
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
@@ -135,7 +154,7 @@ class Placement(msgspec.Struct, frozen=True):
         control: the Unix socket to attach volumes to; empty: open a relay, and use its socket.
         volumes: the volumes to start here.
         own: whether the agent's process was made for the store, and ends with it.
-        store_id: see :class:`FoundStore`; empty if there are no volumes.
+        store_id: see :class:`FoundStore`.
     """
 
     store_name: str

@@ -9,11 +9,11 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Iterable
 
-import psutil
 import pytest
 import torch
 from tests.monarch import acts
 from tests.monarch.jobs import Job
+from tests.monarch.loads import idle, under_load
 from tests.monarch.losses import (
     AT_ONCE_S,
     MB,
@@ -23,7 +23,6 @@ from tests.monarch.losses import (
     says_lost,
     try_get,
 )
-from tests.reliability.comebacks import loads
 from tests.support import halt, until
 
 import torchstore_core as ts
@@ -31,7 +30,6 @@ from torchstore_core.machine import copying
 from torchstore_core.testing.timers import within
 
 SPREAD = {"num_storage_volumes": 2, "strategy": "spread"}
-_TASKS = 3  # of a worker under load
 PAUSE_S = 5.0  # on a busy machine; see benchmarks for what it takes
 
 
@@ -93,99 +91,19 @@ async def _comes_back(job: Job) -> None:
     assert await job.at(1, acts.get_shape, "first") == ((MB,), [3])
 
 
-class _Load:
-    """What this process does until it is told to stop."""
-
-    stopped = False
-    begun = 0  # calls, of all tests
-
-    def poll(self) -> bool:
-        self.begun += not self.stopped
-        return self.stopped
-
-
-_load = _Load()
-
-
-async def _work(index: int, seed: int) -> tuple[int, float]:
-    """Put, get, delete and hold on keys of its own, and check all that comes; how many calls there
-    were, and how long the longest took.
-    """
-    _load.stopped = False
-    counts = await asyncio.gather(*[loads.one(_load, index, n, seed) for n in range(_TASKS)])  # type: ignore[arg-type]
-    return sum(calls for calls, _ in counts), max(longest for _, longest in counts)
-
-
-async def _stop() -> None:
-    _load.stopped = True
-
-
-async def _begun() -> int:
-    return _load.begun
-
-
-async def _advance(job: Job) -> None:
-    """Wait until each worker has ended a call that it had begun, and begun others."""
-    for n in (0, 1):
-        more = await job.at(n, _begun) + _TASKS + 1
-
-        async def advanced(at: int = n, more: int = more) -> bool:
-            return bool(await job.at(at, _begun) >= more)
-
-        await until(advanced, 30)
-
-
-async def _under_load(job: Job, kills: int, seed: int) -> None:
-    print(f"{seed=}")
-    chance = random.Random(seed)
-    before = await job.root(acts.status)
-    working = [asyncio.ensure_future(job.at(n, _work, n, seed, timeout=600)) for n in (0, 1)]
-    for _ in range(kills):
-        await _advance(job)
-        await asyncio.sleep(chance.uniform(0, 0.5))  # whatever they do then
-        await _lose_the_server(job)
-        for work in working:
-            assert not work.done(), await work
-    await _advance(job)
-    for n in (0, 1):
-        await job.at(n, _stop)
-    counts = [await work for work in working]
-    assert all(calls > kills for calls, _ in counts), (seed, counts)
-    print(f"{kills} kills, {counts}")
-    after = await job.root(acts.status)
-    assert [v.pid for v in after.volumes] == [v.pid for v in before.volumes]
-    await until(lambda: job.root(_idle), 30)
-    await job.root(_delete_all)
-    await until(lambda: job.root(_empty), 30)  # references on their way have their grace
-    await until(lambda: len(os.listdir(f"/proc/{after.controller_pid}/fd")) < 60)
-    await until(lambda: len(os.listdir(f"/proc/{after.keeper_pid}/fd")) < 30)
-
-
-async def _idle() -> bool:
-    return all(not (v.leased_bytes or v.unfinished_bytes) for v in (await ts.status()).volumes)
-
-
-async def _empty() -> bool:
-    return not any(v.used_bytes for v in (await ts.status()).volumes)
-
-
-async def _delete_all() -> None:
-    await ts.delete_batch([key for key in await ts.keys() if not key.count("/model/")])
-
-
 @pytest.mark.parametrize("kills", [3, pytest.param(100, marks=pytest.mark.soak)])
 @pytest.mark.timeout(900)
 async def test_under_load(one_host: Job, kills: int) -> None:
     """No acknowledged write is lost, nothing is torn or older, nothing leaks."""
     await one_host.root(acts.initialize, {**SPREAD, "capacity": 1 << 30})
-    await _under_load(one_host, kills, random.randrange(1 << 30))
+    await under_load(one_host, kills, random.randrange(1 << 30), _lose_the_server)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 async def test_under_load_on_other_hosts(two_hosts: Job) -> None:
     await two_hosts.root(acts.initialize_on_hosts, {"strategy": "spread", "capacity": 1 << 30})
-    await _under_load(two_hosts, 100, random.randrange(1 << 30))
+    await under_load(two_hosts, 100, random.randrange(1 << 30), _lose_the_server)
 
 
 _go = threading.Event()
@@ -229,7 +147,7 @@ async def test_a_put_that_is_being_written_is_finished(one_host: Job) -> None:
     await _lose_the_server(one_host)
     await one_host.at(0, _let_go)
     assert await putting == [1] * 6
-    await until(lambda: one_host.root(_idle))
+    await until(lambda: one_host.root(idle))
 
 
 async def test_a_volume_that_dies_with_the_server_is_lost(one_host: Job) -> None:
@@ -282,20 +200,6 @@ async def test_without_a_keeper_it_does_not_come_back(one_host: Job) -> None:
         await one_host.at(0, acts.get, "k")
     await until(lambda: _begins_anew(one_host), 30)
     assert not await one_host.at(0, acts.exists, "k")
-
-
-async def test_the_process_of_the_controllers_actor(one_host: Job) -> None:
-    """It owns the server and the keeper, and both end with it."""
-    await one_host.root(acts.initialize)
-    await one_host.at(0, acts.put_ones, "k", MB)
-    status = await one_host.root(acts.status)
-    owner = psutil.Process(status.keeper_pid).ppid()
-    os.kill(owner, signal.SIGKILL)
-    gone = {owner, status.keeper_pid, status.controller_pid}
-    await until(lambda: not gone & one_host.processes(), 10)
-    with pytest.raises(ts.StoreClosedError, match="what it had is lost"):
-        await one_host.at(0, acts.get, "k")
-    await until(lambda: _begins_anew(one_host), 30)
 
 
 async def _begins_anew(job: Job) -> bool:

@@ -63,16 +63,16 @@ async def _poll_late(stopped: str, polled: str) -> None:
             self.poll = self
             self._calls = 0
 
-        async def call_one(self, token: bytes) -> Any:
+        async def call_one(self, token: bytes, got: int) -> Any:
             self._calls += 1
             if self._calls > 1:
                 await until(Path(stopped).exists, 30)
-            return await self._controller.poll.call_one(token)
+            return await self._controller.poll.call_one(token, got)
 
     real = RelayUplink._show_life
 
     async def show_life(self: Any) -> None:
-        self._controller = Late(self._controller)
+        self.controller = Late(self.controller)
         try:
             await real(self)
         finally:
@@ -146,10 +146,12 @@ async def test_a_process_whose_actor_has_ended_calls_as_another(away: Job) -> No
 
 async def _open_a_relay(stopped: Any) -> str:
     from torchstore_monarch import job
+    from torchstore_monarch.protocol import FoundStore
 
     actor = await job._relay_actor()
+    found = FoundStore("away", "", "", {}, "")
     try:
-        await actor.run(lambda: actor.host.open_relay("away", stopped, {}, 20))
+        await actor.run(lambda: actor.host.open_relay(found, stopped, {}, 20))
     except ts.StoreClosedError as error:
         return error.code
     finally:

@@ -20,7 +20,8 @@ carries messages between them; it can extend a store to these hosts. The core ne
 * **Detection of deaths.** On one host, the kernel reports them: a socket closes, a process ends. A
   process that dies on another host just falls silent: ``RelayServer`` gives up a relay that it has
   not heard from for some seconds, and a relay calls its ``lost`` when it cannot reach the server.
-  An engine that suspects a death earlier calls ``RelayServer.close_silent``.
+  An engine that suspects a death earlier calls ``RelayServer.close_silent``; one that knows that no
+  relay can be heard for a while, whoever lives, calls ``RelayServer.suspend``.
 * **Stores by name.** A job may have several stores, and any of its processes may use or end them:
   :meth:`Engine.find` and :meth:`Engine.end`.
 * **Ranks on several hosts**, which a launcher such as torchrun has started, and which belong to no

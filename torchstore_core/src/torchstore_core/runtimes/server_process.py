@@ -39,12 +39,17 @@ _CANCEL_START_S = 1.0
 class ServerProcess:
     """Starts ``python -m torchstore_core.server`` and supervises the process.
 
+    Args:
+        module: what is run in its place: it has a server in another process, and says of it what
+            the server would say.
+
     Attributes:
         server_pid: of the server, once it has started.
         exiting: see ``contracts.runtime.Runtime``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = "torchstore_core.server") -> None:
+        self._module = module
         self.server_pid = 0
         self.exiting = False
         self._process: subprocess.Popen[bytes] | None = None
@@ -81,7 +86,7 @@ class ServerProcess:
             )
         # -P: the server must not import modules that happen to be in the current directory. It gets
         # a process session of its own, so that Ctrl-C goes only to the owner, which then stops it.
-        command = [sys.executable, "-P", "-m", "torchstore_core.server"]
+        command = [sys.executable, "-P", "-m", self._module]
         spill = config.get("spill")
         more: dict[str, str] = {}
         if isinstance(spill, str) and is_url(spill) and not config.get("attached"):

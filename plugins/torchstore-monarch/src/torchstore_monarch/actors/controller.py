@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import os
 import socket
+from collections.abc import Coroutine
 from typing import Any
 
 import msgspec
@@ -19,69 +19,64 @@ from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.contracts.when_full import shown_place
 from torchstore_core.errors import StoreClosedError, TorchStoreError
 from torchstore_core.machine import topology
-from torchstore_core.machine.processes import ProcessWatch
 from torchstore_core.runtimes.server_process import ServerProcess
-from torchstore_core.server.remote.lines import Line
-from torchstore_core.server.remote.relay_server import RelayServer
 from torchstore_core.wire import messages as m
 from torchstore_monarch.actors.core_thread import CoreThread
-from torchstore_monarch.actors.swept_directory import SweptDirectory
-from torchstore_monarch.actors.uplinks import Uplinks
-from torchstore_monarch.protocol import StoreRequest, outcome
+from torchstore_monarch.actors.uplinks import SwitchboardLink
+from torchstore_monarch.protocol import Led, StoreRequest, outcome
 from torchstore_monarch.rpc.forwarder import Forwarder
+from torchstore_monarch.switchboard import wire
 
-# The fraction of an uplink's patience after which a silent uplink is dead, if an agent is known to
-# have died: while a relay lives, it is never silent for so long.
-_SILENT = 1 / 3
 _ENDED = "this store has ended"
 # The role of the sessions by which this actor asks the server.
 _ROLE = "controller"
 _ASK_S = 5.0
-_END_S = 3.0
 # How long relays are told that the server has gone, before this process follows it.
 _TELL_S = 0.5
-# How long it may take until each relay has polled, and so knows that the store has ended. None may
-# poll after that: the engine ends an actor that calls one that has stopped.
-_POLLED_S = 2.0
+# How long a switchboard waits for the next actor: the directory needs some seconds to start one,
+# more on a busy machine, or if that is killed before the directory knows it.
+_GRACE_S = 30.0
+_SWITCHBOARD = "torchstore_monarch.switchboard"
 
 log = logging.getLogger(__name__)
 
 
 class ControllerActor(Actor):
-    """The owner of one store's server, which is a process of its own, and its keeper.
+    """Carries what the relays and the switchboard say to each other.
 
-    This process has the server's end of all relays, and no other part in what the store does. If it
-    dies, so does the server; if the server has ended for good, so does this process.
+    The switchboard owns the server and its keeper. If this process dies, they live on, and the
+    directory starts another actor, which takes over. If the server has ended for good, so does this
+    process.
     """
 
     def __init__(self) -> None:
         self._core: CoreThread | None = None
-        self._server = ServerProcess()
+        self._link: SwitchboardLink | None = None
         self._address = ""
-        self._watch: ProcessWatch | None = None
         self._members = False
-        self._relay_server: RelayServer | None = None
-        self._uplinks: Uplinks | None = None
         self._forwarder: Forwarder | None = None
-        self._directory: SweptDirectory | None = None
         self._ending: asyncio.Task[None] | None = None
         self._ended = False
 
     @concurrent_endpoint
-    async def begin(self, request: bytes) -> tuple[bytes, tuple[str, str, int, int] | None]:
-        """Start the server, which then waits for its volumes; return host id, address, the pid of
-        this process, and that of the server's or its keeper's.
-        """
-        return await outcome(self._begin(msgspec.msgpack.decode(request, type=StoreRequest)))
+    async def begin(self, request: bytes) -> tuple[bytes, bytes | None]:
+        """Start switchboard and server, which then waits for its volumes; return a :class:`Led`."""
+        wanted = msgspec.msgpack.decode(request, type=StoreRequest)
+        return await outcome(self._in_thread(self._start(wanted)))
 
-    async def _begin(self, request: StoreRequest) -> tuple[str, str, int, int]:
-        core = self._core = CoreThread("torchstore-server")
-        return await core.run(self._start(request))
+    @concurrent_endpoint
+    async def take_over(self, request: bytes, led: bytes) -> tuple[bytes, bytes | None]:
+        """Go on for an actor that has ended; return how that is :class:`Led` now."""
+        wanted = msgspec.msgpack.decode(request, type=StoreRequest)
+        before = msgspec.msgpack.decode(led, type=Led)
+        return await outcome(self._in_thread(self._lead(wanted, before)))
 
-    async def _start(self, request: StoreRequest) -> tuple[str, str, int, int]:
-        self._directory = SweptDirectory()
-        self._members = request.members
-        config = {
+    async def _in_thread(self, work: Coroutine[Any, Any, Led]) -> bytes:
+        self._core = CoreThread("torchstore-controller")
+        return msgspec.msgpack.encode(await self._core.run(work))
+
+    async def _start(self, request: StoreRequest) -> Led:
+        server = {
             "store_name": request.store_name,
             "num_storage_volumes": request.num_storage_volumes,
             "attached": True,
@@ -93,30 +88,43 @@ class ControllerActor(Actor):
             "spill": None if request.spill is None else shown_place(request.spill),
             "spill_capacity": request.spill_capacity,
             "repair_bandwidth": request.repair_bandwidth,
-            "directory": self._directory.path,
-            "owner": os.getpid(),
             "members": request.members,
             "keeper": request.keeper,
         }
-        self._address = await self._server.launch(config, request.timeout)
-        self._watch = ProcessWatch(self._server.pid, self._server_ended)
-        self._relay_server = RelayServer(functools.partial(Line, socket_path(self._address)))
-        self._uplinks = Uplinks(self._relay_server)
-        self._forwarder = Forwarder(self._directory.path)
-        await self._forwarder.start()
+        name, timeout = request.store_name, request.timeout
+        options = wire.Options(name, server, timeout, os.getpid(), request.root, _GRACE_S)
+        process = ServerProcess(_SWITCHBOARD)
+        address = await process.launch(msgspec.structs.asdict(options), timeout)
         here = topology.probe()
-        return here.host_id, self._address, here.pid, self._server.pid
+        led = Led(here.host_id, address, here.pid, process.pid, process.server_pid)
+        try:
+            await self._lead(request, led)
+        except BaseException:
+            await process.stop(_ASK_S)
+            raise
+        process.release()  # from now on, it ends without this process
+        return led
 
-    def _server_ended(self) -> None:
+    async def _lead(self, request: StoreRequest, before: Led) -> Led:
+        self._members = request.members
+        self._address = before.address
+        directory = os.path.dirname(socket_path(before.address))
+        path = os.path.join(directory, wire.SOCKET)
+        self._link = await SwitchboardLink.open(path, self._server_ended)
+        self._forwarder = Forwarder(directory)
+        await self._forwarder.start()
+        return msgspec.structs.replace(before, pid=os.getpid())
+
+    def _server_ended(self, good: bool) -> None:
         """The server has ended, and nobody has asked for that but its members."""
-        self._ending = asyncio.ensure_future(self._follow())
+        self._ending = asyncio.ensure_future(self._follow(good))
 
-    async def _follow(self) -> None:
+    async def _follow(self, good: bool) -> None:
         """Whoever asked for the store notices that the last member has left, and ends the rest. All
         else is the end of the store, which the engine tells when this process ends.
         """
-        good = self._members and self._server.exit_status == 0
-        await self._close("its server has ended")
+        if self._forwarder is not None:
+            await self._forwarder.close()
         if not good:
             log.error("the server has ended, and what the store had is lost")
             await asyncio.sleep(_TELL_S)
@@ -142,12 +150,22 @@ class ControllerActor(Actor):
         return await outcome(self._ready(volumes, timeout))
 
     async def _ready(self, volumes: dict[str, Any], timeout: float) -> bool:
-        core, forwarder = self._core, self._forwarder
-        if core is None or forwarder is None:
+        core = self._core
+        if core is None:
             raise StoreClosedError("the server was not started")
-        forwarder.volumes = volumes
         await core.run(self._lost_volumes(timeout))
+        await self._led(volumes)
         return True
+
+    @concurrent_endpoint
+    async def lead(self, volumes: dict[str, Any]) -> None:
+        """Relays find this actor from now on. ``volumes``: as for :meth:`ready`."""
+        await self._led(volumes)
+
+    async def _led(self, volumes: dict[str, Any]) -> None:
+        if self._core is not None and self._link is not None and self._forwarder is not None:
+            self._forwarder.volumes = volumes
+            await self._core.call(self._link.led)
 
     async def _connected(self, role: str, timeout: float = _ASK_S) -> tuple[socket.socket, Any]:
         """Open a session at the server.
@@ -174,46 +192,38 @@ class ControllerActor(Actor):
 
     @concurrent_endpoint
     async def open_uplink(
-        self, here: bytes, agent: str, back: Any
-    ) -> tuple[bytes, tuple[bytes, Any] | None]:
-        """Call ``Uplinks.open``."""
-        return await outcome(self._open_uplink(here, agent, back))
+        self, here: bytes, agent: str, back: Any, token: bytes, got: int
+    ) -> tuple[bytes, tuple[bytes, int, Any] | None]:
+        """Call ``SwitchboardLink.open_uplink``."""
+        return await outcome(self._linked("open_uplink", here, agent, back, token, got))
+
+    @concurrent_endpoint
+    async def poll(self, token: bytes, got: int) -> tuple[bytes, int | None]:
+        """Call ``SwitchboardLink.poll``."""
+        return await outcome(self._linked("poll", token, got))
 
     @concurrent_endpoint
     async def agent_of(self, peer: bytes) -> tuple[bytes, str | None]:
         """Return the path of the socket of the ``Forwarder`` that serves a client, on its host."""
         return await outcome(self._agent_of(peer))
 
+    async def _agent_of(self, peer: bytes) -> str:
+        agent: str = await self._linked("agent_of", peer)
+        return agent or ("" if self._forwarder is None else self._forwarder.path)
+
     @concurrent_endpoint
     async def agent_failed(self) -> None:
         """Close the relays that have been silent for some seconds, because the engine reports that
         an agent died some seconds ago.
         """
-        if self._core is not None and self._relay_server is not None:
-            await self._core.call(self._relay_server.close_silent, _SILENT)
+        if self._core is not None and self._link is not None:
+            await self._core.call(self._link.agent_failed)
 
-    @concurrent_endpoint
-    async def poll(self, token: bytes) -> tuple[bytes, bytes | None]:
-        """Call ``RelayServer.poll``."""
-        return await outcome(self._poll(token))
-
-    async def _poll(self, token: bytes) -> bytes:
-        core, relay_server = self._core, self._relay_server
-        if core is None or relay_server is None:
+    async def _linked(self, name: str, *arguments: Any) -> Any:
+        core, link = self._core, self._link
+        if core is None or link is None:
             raise StoreClosedError(_ENDED)
-        return await core.run(relay_server.poll(token))
-
-    async def _open_uplink(self, here: bytes, agent: str, back: Any) -> tuple[bytes, Any]:
-        core, uplinks = self._core, self._uplinks
-        if core is None or uplinks is None or self._ended:
-            raise StoreClosedError(_ENDED)
-        return await core.call(uplinks.open, here, agent, back)
-
-    async def _agent_of(self, peer: bytes) -> str:
-        core, uplinks, forwarder = self._core, self._uplinks, self._forwarder
-        if core is None or uplinks is None or forwarder is None:
-            raise StoreClosedError(_ENDED)
-        return await core.call(uplinks.agent_of, peer) or forwarder.path
+        return await core.run(getattr(link, name)(*arguments))
 
     # ---- the end --------------------------------------------------------------------------
 
@@ -236,20 +246,12 @@ class ControllerActor(Actor):
                 lost = await self._lost_volumes(_ASK_S)
         except TorchStoreError as error:
             log.info("the server does not say which volumes are lost: %s", error)
-        await self._close("the store was shut down")
-        return lost
-
-    async def _close(self, why: str) -> None:
-        if self._watch is not None:
-            self._watch.close()
-        # Before the relays: a server that saw its volumes leave would tell clients that their
-        # values are lost, where the store has been shut down.
-        await self._server.stop(_END_S)
+        if self._link is not None:
+            try:
+                await self._link.end("the store was shut down")
+            except StoreClosedError as error:
+                log.info("the server has ended already: %s", error)
+            self._link.close()
         if self._forwarder is not None:
             await self._forwarder.close()
-        if self._relay_server is not None:
-            await self._relay_server.end(why, _POLLED_S)
-        if self._uplinks is not None:
-            self._uplinks.close()
-        if self._directory is not None:
-            self._directory.remove()
+        return lost

@@ -23,7 +23,7 @@ class CoreThread:
     """
 
     def __init__(self, name: str) -> None:
-        self.loop = _new_loop()
+        self.loop = new_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -57,7 +57,8 @@ class CoreThread:
             self.loop.call_soon_threadsafe(self.loop.stop)
 
 
-def _new_loop() -> asyncio.AbstractEventLoop:
+def new_loop() -> asyncio.AbstractEventLoop:
+    """The fastest event loop that is installed."""
     try:
         import uvloop
     except ImportError:

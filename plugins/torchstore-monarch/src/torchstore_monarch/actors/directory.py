@@ -7,6 +7,7 @@ their failures are reported to it and never end the user's job.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import os
@@ -22,15 +23,18 @@ from torchstore_core.errors import (
     ConfigurationError,
     StoreClosedError,
     StoreTimeoutError,
+    TorchStoreError,
     in_seconds,
 )
 from torchstore_core.machine import topology
+from torchstore_core.machine.processes import ProcessWatch
 from torchstore_core.machine.topology import Topology
 from torchstore_monarch.actors.controller import ControllerActor
 from torchstore_monarch.actors.host import HostActor
 from torchstore_monarch.actors.placing import spread
 from torchstore_monarch.protocol import (
     FoundStore,
+    Led,
     Placement,
     StoreRequest,
     VolumePlan,
@@ -47,6 +51,8 @@ _LEAST_S = 1.0
 # Fractions of that for each part: a start that is under way, the server, the agents, processes.
 _SETTLING, _CLOSING, _LEAVING, _STOPPING = 0.2, 0.3, 0.2, 0.2
 _CANCEL_S = 1.0
+# Within which time a store must have another controller: the switchboard waits a little longer.
+_LEAD_S = 25.0
 _TELL_S = 5.0
 _POLL_S = 0.02
 
@@ -62,12 +68,15 @@ class _Store:
         self.store_id = secrets.token_hex(8)
         self.starting: asyncio.Task[FoundStore] | None = None
         self.ending: asyncio.Task[None] | None = None
+        self.leading: asyncio.Task[None] | None = None  # starts another controller
         self.controller: Any = None
-        self.controller_pid = 0
-        self.server_pid = 0  # or that of its keeper
+        self.led: Led | None = None
+        self.generation = 0  # of controllers: how many have died
         self.controller_name = ""  # the engine's name for it
+        self.controller_watch: ProcessWatch | None = None
         self.agents_name = ""
         self.controller_failed = False
+        self.given_up = False  # there is no server any more
         self.spawned: Any = None  # the mesh of all agents
         self.agents: list[Any] = []  # the agents one by one
         self.agents_failed = False  # whether at least one has failed
@@ -94,7 +103,11 @@ class _Store:
         """Return whether the controller can be called. Calling a dead actor ends the caller."""
         if self.controller is None or self.controller_failed:
             return False
-        return not self.controller_pid or _runs(self.controller_pid)
+        return self.led is None or _runs(self.led.pid)
+
+    def is_gone(self) -> bool:
+        """Return whether the server's owner has ended, and with it the server."""
+        return self.given_up or (self.led is not None and not _runs(self.led.switchboard_pid))
 
     def living(self, lost: list[str] | None) -> list[Any]:
         """Return the agents that can be called.
@@ -127,12 +140,7 @@ class Directory(Actor):
         log.warning("part of a store has failed: %s", str(failure).partition("\n")[0])
         for store in list(self._stores.values()):
             if failure.mesh_name == store.controller_name:
-                store.controller_failed = True
-                if store.ending is None:
-                    log.error(
-                        "store %r is gone: its controller has failed", store.request.store_name
-                    )
-                    self._stores.pop(store.request.store_name, None)
+                self._controller_failed(store)
             elif failure.mesh_name == store.agents_name:
                 store.agents_failed = True
                 if store.ending is None and store.has_controller():
@@ -147,12 +155,91 @@ class Directory(Actor):
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)
 
+    # ---- the controller -------------------------------------------------------------------
+
+    def _controller_failed(self, store: _Store) -> None:
+        """The controller must not be called any more. The server lives on without it: start another
+        one. This is known from the kernel; the engine sees it some seconds later.
+        """
+        store.controller_failed = True
+        if store.led is not None and _runs(store.led.pid):  # the actor has, and its process has not
+            _signal(store.led.pid, signal.SIGKILL)
+        if store.found is None or store.ending is not None:
+            return  # its start fails, or it ends anyway
+        if store.leading is None or store.leading.done():
+            store.leading = asyncio.ensure_future(self._lead_again(store))
+
+    async def _lead_again(self, store: _Store) -> None:
+        """Start controllers until there is one that lives, or the store is gone."""
+        within = asyncio.get_running_loop().time() + _LEAD_S
+        while store.controller_failed and store.ending is None:
+            left = within - asyncio.get_running_loop().time()
+            if store.is_gone() or left < 0:
+                self._give_up(store)
+                return
+            try:
+                async with asyncio.timeout(left):
+                    await self._lead_once(store)
+            except TorchStoreError as error:
+                log.warning("store %r: %s", store.request.store_name, error)
+                await asyncio.sleep(_POLL_S)  # who refuses has ended, or is about to
+            except Exception as error:  # noqa: BLE001 - whatever the engine raises
+                log.warning("a controller has not come up: %s", type(error).__name__)
+
+    async def _lead_once(self, store: _Store) -> None:
+        """Start a controller that takes over, and tell everybody."""
+        if store.led is None:
+            return
+        procs, controller = _spawn_controller()
+        store.procs.append(procs)
+        request = msgspec.msgpack.encode(store.request)
+        before = msgspec.msgpack.encode(store.led)
+        taken = await controller.take_over.call_one(request, before)
+        store.led = msgspec.msgpack.decode(result(taken), type=Led)
+        name = str(await controller._name)
+        store.controller, store.controller_name = controller, name
+        store.generation += 1
+        store.controller_failed = False
+        self._watch(store)
+        await controller.lead.call_one(store.volumes)
+        log.warning("store %r has another controller", store.request.store_name)
+        said = store.volumes, controller, store.generation
+        told = [agent.introduce.call_one(*said) for agent in store.living(None)]
+        await asyncio.gather(*(_bounded(one, _TELL_S) for one in told))
+
+    def _watch(self, store: _Store) -> None:
+        """Learn at once when the controller's process ends."""
+        if store.led is None:
+            return
+        if (begun := topology.start_time(store.led.pid)) is not None:
+            store.processes[store.led.pid] = begun
+        failed = functools.partial(self._controller_failed, store)
+        store.controller_watch = ProcessWatch(store.led.pid, failed)
+
+    def _give_up(self, store: _Store) -> None:
+        log.error("store %r is gone: its controller has failed", store.request.store_name)
+        store.given_up = True
+        if store.led is not None:
+            _signal(store.led.switchboard_pid, signal.SIGTERM)
+
+    @concurrent_endpoint
+    async def leader(self, store_id: str) -> tuple[int, Any] | None:
+        """Return the controller of a store, and how many others it has had; None for the controller
+        while another one is being started, and None if there is no such store.
+        """
+        for store in self._stores.values():
+            if store.store_id == store_id and store.ending is None and not store.given_up:
+                return store.generation, store.controller if store.has_controller() else None
+        return None
+
     # ---- starting -------------------------------------------------------------------------
 
     @concurrent_endpoint
     async def create(self, request: bytes, mesh: Any) -> tuple[bytes, bytes | None]:
         """Start a store, and return its :class:`FoundStore`."""
-        return await outcome(self._create(msgspec.msgpack.decode(request, type=StoreRequest), mesh))
+        wanted = msgspec.msgpack.decode(request, type=StoreRequest)
+        wanted = msgspec.structs.replace(wanted, root=os.getpid())
+        return await outcome(self._create(wanted, mesh))
 
     async def _create(self, request: StoreRequest, mesh: Any) -> bytes:
         name = request.store_name
@@ -164,9 +251,9 @@ class Directory(Actor):
                     raise StoreClosedError(f"store {name!r} was given up before it was begun")
                 store = self._stores[name] = _Store(request)
                 store.starting = asyncio.ensure_future(self._start(store, mesh))
-                store.found = await asyncio.shield(store.starting)
+                found = await asyncio.shield(store.starting)
                 store.refuse_if_ended()
-                return msgspec.msgpack.encode(store.found)
+                return msgspec.msgpack.encode(found)
         except BaseException as error:
             if store is not None:
                 if isinstance(error, asyncio.CancelledError):
@@ -186,8 +273,7 @@ class Directory(Actor):
             ConfigurationError: there is a store of that name that is not ending.
         """
         while (before := self._stores.get(name)) is not None:
-            dead = before.controller_pid and not _runs(before.controller_pid)
-            if before.ending is None and not dead:
+            if before.ending is None and not before.is_gone():
                 raise ConfigurationError(
                     f"this job has a store {name!r} already; shut it down first, or give another "
                     "store_name"
@@ -196,22 +282,23 @@ class Directory(Actor):
 
     async def _start(self, store: _Store, mesh: Any) -> FoundStore:
         request = store.request
-        own = this_host().spawn_procs({"controller": 1}, name="torchstore_controller")
+        own, store.controller = _spawn_controller()
         store.procs.append(own)
         procs = _volume_procs(mesh, request.num_storage_volumes)
         if procs is not mesh:
             store.procs.append(procs)
             store.own_agents = True
-        store.controller = own.spawn("torchstore_controller", ControllerActor)
         store.spawned = procs.spawn("torchstore_host", HostActor)
         agents = _actors_of(store.spawned)
         begun, *facts = await asyncio.gather(
             store.controller.begin.call_one(msgspec.msgpack.encode(request)),
             *(agent.where.call_one() for agent in agents),
         )
-        host_id, address, store.controller_pid, store.server_pid = result(begun)
+        led = store.led = msgspec.msgpack.decode(result(begun), type=Led)
+        host_id, address = led.host_id, led.address
         places = [msgspec.msgpack.decode(one, type=Topology) for one in facts]
-        _note_processes(store, host_id, places)
+        _note_processes(store, led, places)
+        self._watch(store)
         store.agents = agents
         store.refuse_if_ended()
         store.controller_name = str(await store.controller._name)
@@ -219,7 +306,10 @@ class Directory(Actor):
         store.refuse_if_ended()
         hosts = [place.host_id for place in places]
         relays = await self._begin_hosts(store, host_id, address, agents, hosts)
-        return FoundStore(request.store_name, host_id, address, relays, store.store_id)
+        if store.controller_failed:
+            raise StoreClosedError("the controller has ended while the store was started")
+        store.found = FoundStore(request.store_name, host_id, address, relays, store.store_id)
+        return store.found
 
     async def _begin_hosts(
         self, store: _Store, host_id: str, address: str, agents: list[Any], hosts: list[str]
@@ -265,7 +355,7 @@ class Directory(Actor):
         volumes = {f"{request.store_name}-{i}": agents[at] for i, at in enumerate(chosen)}
         ready, _ = await asyncio.gather(
             store.controller.ready.call_one(volumes, request.timeout),
-            store.spawned.introduce.call(volumes),
+            store.spawned.introduce.call(volumes, store.controller, store.generation),
         )
         result(ready)
         store.volumes = volumes
@@ -274,9 +364,16 @@ class Directory(Actor):
     # ---- finding --------------------------------------------------------------------------
 
     @concurrent_endpoint
-    async def find(self, name: str) -> tuple[bytes, Any, Any]:
-        """Return a :class:`FoundStore` (empty: none), its controller, and its volumes' actors."""
+    async def find(self, name: str, led: bool = False) -> tuple[bytes, Any, Any]:
+        """Return a :class:`FoundStore` (empty: none), its controller, and its volumes' actors.
+
+        Args:
+            led: wait for a controller that is being started. Only who opens a relay needs one.
+        """
         store = self._stores.get(name)
+        if led and store is not None and store.leading is not None:
+            await asyncio.wait([store.leading])
+            store = self._stores.get(name)
         if store is None or store.found is None or store.ending is not None:
             return b"", None, None
         return msgspec.msgpack.encode(store.found), store.controller, store.volumes
@@ -320,9 +417,14 @@ class Directory(Actor):
         deadline = asyncio.get_running_loop().time() + within
         try:
             await _settle(store.starting, within * _SETTLING)
+            await _settle(store.leading, within * _SETTLING)
+            if store.controller_watch is not None:
+                store.controller_watch.close()
             lost: list[str] | None = None
             if store.has_controller():
                 lost = await _bounded(store.controller.end.call_one(), within * _CLOSING)
+            if lost is None and store.led is not None:
+                _signal(store.led.switchboard_pid, signal.SIGTERM)
             ends = [agent.end.call_one() for agent in store.living(lost)]
             await asyncio.gather(*(_bounded(end, within * _LEAVING) for end in ends))
             ends = [procs.stop() for procs in store.procs]
@@ -346,7 +448,7 @@ async def _bounded(end: Any, timeout: float) -> Any:
         return None
 
 
-async def _settle(starting: asyncio.Task[FoundStore] | None, timeout: float) -> None:
+async def _settle(starting: asyncio.Task[Any] | None, timeout: float) -> None:
     """Wait until a start that is under way has noticed that it must end, or cancel it."""
     if starting is None:
         return
@@ -365,23 +467,32 @@ async def _kill(store: _Store, deadline: float) -> None:
         await asyncio.sleep(_POLL_S)
     for pid in left:
         log.warning("process %d of store %r is killed", pid, store.request.store_name)
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except OSError as error:
-            log.info("while ending a store: %r", error)
+        _signal(pid, signal.SIGKILL)
+
+
+def _signal(pid: int, signum: signal.Signals) -> None:
+    try:
+        os.kill(pid, signum)
+    except OSError as error:
+        log.info("while ending a store: %r", error)
 
 
 def _left(store: _Store) -> list[int]:
     return [pid for pid, begun in store.processes.items() if topology.start_time(pid) == begun]
 
 
-def _note_processes(store: _Store, controllers_host: str, agents: list[Topology]) -> None:
+def _spawn_controller() -> tuple[ProcMesh, Any]:
+    procs = this_host().spawn_procs({"controller": 1}, name="torchstore_controller")
+    return procs, procs.spawn("torchstore_controller", ControllerActor)
+
+
+def _note_processes(store: _Store, led: Led, agents: list[Topology]) -> None:
     """Record which processes of the store are on this host, and which of those are its own."""
     here = topology.probe().host_id
     store.agent_pids = [agent.pid if agent.host_id == here else 0 for agent in agents]
     own = [pid for pid in store.agent_pids if pid] if store.own_agents else []
-    if controllers_host == here:
-        own += [store.controller_pid, store.server_pid]
+    if led.host_id == here:
+        own += [led.pid, led.switchboard_pid, led.server_pid]
     store.processes = {pid: begun for pid in own if (begun := topology.start_time(pid))}
 
 

@@ -23,7 +23,7 @@ from torchstore_monarch.actors.hosting import Host, hosting
 from torchstore_monarch.actors.placing import told_addresses
 from torchstore_monarch.actors.swept_directory import SweptDirectory
 from torchstore_monarch.actors.uplinks import RelayUplink
-from torchstore_monarch.protocol import Placement, outcome, result
+from torchstore_monarch.protocol import FoundStore, Placement, outcome, result
 from torchstore_monarch.rdma.server import RdmaServer
 from torchstore_monarch.rpc.forwarder import Forwarder
 from torchstore_monarch.rpc.server import RpcServer
@@ -52,6 +52,7 @@ class HostActor(Actor):
         self._relay: Relay | None = None
         self._forwarder: Forwarder | None = None
         self._controller: Any = None
+        self._store_id = ""
         self._own = False
         self._ended = False
         self._starting: asyncio.Task[Any] | None = None  # runs in the core thread
@@ -82,8 +83,17 @@ class HostActor(Actor):
         self._controller = controller
         return await self._core.run(self._start(wanted))
 
+    async def _leader(self) -> tuple[int, Any] | None:
+        """See ``Directory.leader``."""
+        from torchstore_monarch import job
+
+        found: tuple[int, Any] | None
+        found = await (await job.directory()).leader.call_one(self._store_id)
+        return found
+
     async def _start(self, wanted: Placement) -> str:
         self._starting = asyncio.current_task()
+        self._store_id = wanted.store_id
         try:
             return await self._place(wanted)
         except asyncio.CancelledError as error:
@@ -149,7 +159,7 @@ class HostActor(Actor):
         if self._directory is None:
             raise StoreClosedError("this agent has ended")
         here = msgspec.msgpack.encode(topology.probe())
-        uplink = self._uplink = RelayUplink(self._controller)
+        uplink = self._uplink = RelayUplink(self._controller, self._leader)
         directory = self._directory.path
         forwarder = Forwarder(directory, lambda: self._relay is not None and self._relay.valid)
         try:
@@ -168,18 +178,28 @@ class HostActor(Actor):
 
     async def _agent_of(self, peer: bytes) -> str:
         """See ``hosting.Host``."""
+        controller = self._controller if self._uplink is None else self._uplink.controller
         try:
-            return result(await self._controller.agent_of.call_one(peer))
+            return result(await controller.agent_of.call_one(peer))
         except Exception as error:  # whatever the engine raises, or the controller
             raise TransportNotReadyError(
                 f"the store's controller does not say where a client's agent is: {error!r}"
             ) from error
 
     @concurrent_endpoint
-    async def introduce(self, volumes: dict[str, Any]) -> None:
-        """Learn which actors have the store's volumes. ``volumes``: the actors, by volume id."""
+    async def introduce(self, volumes: dict[str, Any], controller: Any, generation: int) -> None:
+        """Learn which actors have the store's volumes, and which one leads to the server.
+
+        Args:
+            volumes: the actors, by volume id.
+            generation: of the controller, see ``Directory.leader``.
+        """
+        self._controller = controller
         if self._forwarder is not None:
             self._forwarder.volumes = volumes
+        core, uplink = self._core, self._uplink
+        if core is not None and uplink is not None:
+            core.loop.call_soon_threadsafe(uplink.led, generation)
 
     # ---- monarch-rpc ----------------------------------------------------------------------
 
@@ -219,12 +239,13 @@ class HostActor(Actor):
         self._used = job.use_this_actor(self)
 
     async def open_relay(
-        self, store_name: str, controller: Any, volumes: dict[str, Any], timeout: float
+        self, store: FoundStore, controller: Any, volumes: dict[str, Any], timeout: float
     ) -> str:
         """Open a relay for clients of this process; return its address. Called in this process, as
         this actor, which has no relay. ``volumes``: see :meth:`introduce`.
         """
-        wanted = Placement(store_name, "", (), (), timeout)
+        named = store.store_name, ""
+        wanted = Placement(*named, (), (), timeout, store_id=store.store_id)
         address = await self._begin(wanted, controller)
         if self._forwarder is not None:
             self._forwarder.volumes = volumes

@@ -1,4 +1,4 @@
-"""Both ends of the uplinks of relays: how requests of clients on other hosts reach the server.
+"""How requests of clients on other hosts reach the switchboard, and answers them.
 
 The requests travel through ports, which are the engine's channels for plain messages, and not as
 calls of endpoints. A call makes a port for its answer, and is received by the event loop of the
@@ -6,6 +6,9 @@ actor; a message through a port that stays arrives in the thread of the relay or
 Nothing is told about a message that cannot be delivered: that the other end is dead shows in
 ``poll``, which is a call. Everything else that the server says comes through one port, in order,
 with the number of the last request that the server has received.
+
+When the actor that carries all this has died, the relay goes on with the next one; see
+:mod:`torchstore_monarch.switchboard.wire` for what is kept for that.
 """
 
 from __future__ import annotations
@@ -14,20 +17,39 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import Awaitable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from monarch.actor import Channel
 
-from torchstore_core.errors import StoreClosedError
-from torchstore_core.server.remote.relay_server import RelayServer
-from torchstore_monarch.protocol import encoded_error, result
+from torchstore_core.errors import ProtocolError, StoreClosedError, TorchStoreError
+from torchstore_core.machine.sockets.unix import connect, unix_socket
+from torchstore_core.server.serving.frames import FrameProtocol
+from torchstore_monarch.protocol import result
+from torchstore_monarch.switchboard import wire
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 # No replies, encoded.
 _NOTHING = msgspec.msgpack.encode([])
+# A poll is answered within 2 s. One that is not makes the relay ask for the actor that leads.
+_SILENT_S = 3.0
+# How often that is asked while another one is being started.
+_ASK_AGAIN_S = 0.2
+# How long a call of the directory, or of an actor that it has just named, may take.
+_CALL_S = 5.0
+# How often the directory may say that an actor leads whose calls fail.
+_TRIES = 10
+
+
+class _Request(NamedTuple):
+    """What a relay has asked, until it has arrived."""
+
+    number: int
+    requests: bytes
+    arrived: asyncio.Future[bytes]
 
 
 class RelayUplink:
@@ -35,19 +57,33 @@ class RelayUplink:
     the thread of the relay.
 
     Args:
-        controller: the actor of the server.
+        controller: the actor that leads to the server.
+        find: asks the directory which actor that is now: see ``Directory.leader``.
+
+    Attributes:
+        controller: the actor that leads to the server now, as far as is known.
     """
 
-    def __init__(self, controller: Any) -> None:
-        self._controller = controller
+    def __init__(
+        self, controller: Any, find: Callable[[], Awaitable[tuple[int, Any] | None]]
+    ) -> None:
+        self.controller = controller
+        self._find = find
+        self._generation = 0
+        self._here, self._agent = b"", ""
         self._token = b""
         self._there: Any = None
         self._numbers = itertools.count(1)
-        self._waiting: deque[tuple[int, asyncio.Future[bytes]]] = deque()
+        self._got = 0
+        self._waiting: deque[_Request] = deque()
         self._arrived: deque[bytes] = deque()
         self._error: Exception | None = None
         self._wanted: asyncio.Future[None] | None = None  # by the poll that waits
-        self._tasks: list[asyncio.Task[None]] = []
+        self._suspect = asyncio.Event()
+        self._unsent: Exception | None = None
+        self._living: asyncio.Task[None] | None = None
+        self._receiving: asyncio.Task[None] | None = None
+        self._calls: set[asyncio.Future[Any]] = set()
 
     async def open(self, here: bytes, agent: str) -> None:
         """Introduce the relay to the server.
@@ -56,23 +92,39 @@ class RelayUplink:
             here: the encoded Topology of its host.
             agent: the path there of the socket of the ``Forwarder`` beside it.
         """
+        self._here, self._agent = here, agent
+        await self._open(self.controller)
+        self._living = asyncio.ensure_future(self._show_life())
+
+    async def _open(self, controller: Any) -> None:
+        """Introduce the relay through this actor, and send what has not arrived through another."""
         back, answers = Channel.open()
-        opened = await self._controller.open_uplink.call_one(here, agent, back)
-        self._token, self._there = result(opened)
-        self._there.return_undeliverable = False
-        work = self._receive(answers), self._show_life()
-        self._tasks = [asyncio.ensure_future(one) for one in work]
+        asked = self._here, self._agent, back, self._token, self._got
+        self._token, received, there = result(await controller.open_uplink.call_one(*asked))
+        there.return_undeliverable = False
+        self.controller, self._there = controller, there
+        self._has_arrived(received)
+        self._unsent = None
+        for request in self._waiting:
+            self._send(request)
+        if self._receiving is not None:
+            self._receiving.cancel()
+        self._receiving = asyncio.ensure_future(self._receive(answers))
 
     def exchange(self, requests: bytes) -> Awaitable[bytes]:
         """Call ``RelayServer.exchange``."""
-        number = next(self._numbers)
         waiting = asyncio.get_running_loop().create_future()
-        self._waiting.append((number, waiting))
-        try:
-            self._there.send((self._token, number, requests))
-        except Exception as error:  # noqa: BLE001 - whatever the engine raises, it ends the relay
-            waiting.set_exception(error)
+        request = _Request(next(self._numbers), requests, waiting)
+        self._waiting.append(request)
+        self._send(request)
         return waiting
+
+    def _send(self, request: _Request) -> None:
+        try:
+            self._there.send((self._token, request.number, self._got, request.requests))
+        except Exception as error:  # noqa: BLE001 - whatever the engine raises
+            self._unsent = error  # unless another actor carries it
+            self._suspect.set()
 
     async def poll(self) -> bytes:
         """Return what has come from the server; if nothing has, wait until something does, or until
@@ -85,30 +137,137 @@ class RelayUplink:
             return self._arrived.popleft()
         raise self._error or StoreClosedError("the server does not say anything any more")
 
+    def led(self, generation: int) -> None:
+        """The controller of that generation leads now, see ``Directory.leader``."""
+        if generation != self._generation:
+            self._suspect.set()
+
     def close(self) -> None:
         """Receive nothing more. Idempotent."""
-        for task in self._tasks:
-            task.cancel()
+        for task in (self._living, self._receiving):
+            if task is not None:
+                task.cancel()
+
+    # ---- signs of life --------------------------------------------------------------------
 
     async def _show_life(self) -> None:
+        tries = 0
         try:
             while True:
-                self._arrive(result(await self._controller.poll.call_one(self._token)))
+                failed = await self._poll()
+                if failed is not None:
+                    tries += 1
+                    if tries > _TRIES:
+                        raise failed
+                    if not isinstance(failed, TimeoutError):
+                        await asyncio.sleep(_ASK_AGAIN_S)
+                else:
+                    tries = 0
+                if failed is not None or self._suspect.is_set():
+                    self._suspect.clear()
+                    await self._follow()
         except Exception as error:  # noqa: BLE001 - whatever the engine raises, it ends the relay
             self._fail(error)
+
+    async def _poll(self) -> Exception | None:
+        """Show life, unless there is reason to look for another actor; why that has failed.
+
+        Raises:
+            TorchStoreError: the store has ended.
+        """
+        try:
+            polled = await self._bounded(
+                self.controller.poll.call_one(self._token, self._got), _SILENT_S, self._suspect
+            )
+        except Exception as error:  # noqa: BLE001 - whatever the engine raises for a dead actor
+            return error
+        if polled is not None:
+            self._has_arrived(result(polled))
+            self._arrive(_NOTHING)
+        return None
+
+    async def _follow(self) -> None:
+        """Go on with the actor that leads now; wait for it while it is being started.
+
+        Raises:
+            StoreClosedError: the store has ended, or has given this relay up.
+        """
+        while True:
+            found = await self._bounded(self._find(), _CALL_S)
+            if found is None:
+                raise StoreClosedError("the store has ended")
+            generation, controller = found
+            if controller is None:
+                # As good as an answer of the server: no relay is given up before another actor is
+                # there, and has been for a while.
+                self._arrive(_NOTHING)
+                await asyncio.sleep(_ASK_AGAIN_S)
+            elif generation == self._generation:
+                if self._unsent is not None:
+                    raise self._unsent
+                return
+            else:
+                try:
+                    await self._bounded(self._open(controller), _CALL_S)
+                except TorchStoreError:
+                    raise
+                except Exception as error:  # noqa: BLE001 - whatever the engine raises
+                    log.info("the actor that leads to the server does not answer: %r", error)
+                    await asyncio.sleep(_ASK_AGAIN_S)
+                else:
+                    self._generation = generation
+                    return
+
+    async def _bounded(
+        self, call: Awaitable[T], timeout: float, unless: asyncio.Event | None = None
+    ) -> T | None:
+        """Wait for a call, which goes on if it takes longer: its answer must find somebody. None if
+        the event comes first.
+
+        Raises:
+            TimeoutError: it takes longer.
+        """
+        calling = asyncio.ensure_future(call)
+        self._calls.add(calling)
+        calling.add_done_callback(self._called)
+        event = None if unless is None else asyncio.ensure_future(unless.wait())
+        try:
+            waited = {calling} if event is None else {calling, event}
+            await asyncio.wait(waited, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if event is not None:
+                event.cancel()
+        if calling.done():
+            return calling.result()
+        if unless is not None and unless.is_set():
+            return None
+        raise TimeoutError(f"no answer within {timeout:g} s")
+
+    def _called(self, call: asyncio.Future[Any]) -> None:
+        self._calls.discard(call)
+        if not call.cancelled() and (error := call.exception()) is not None:
+            log.debug("a call of a relay has failed: %r", error)
+
+    # ---- what comes -----------------------------------------------------------------------
 
     async def _receive(self, answers: Any) -> None:
         try:
             while True:
-                number, failure, replies = await answers.recv()
-                received = result((failure, replies))
-                while self._waiting and self._waiting[0][0] <= number:
-                    _, waiting = self._waiting.popleft()
-                    if not waiting.done():
-                        waiting.set_result(_NOTHING)
-                self._arrive(received)
+                number, received, failure, replies = await answers.recv()
+                if number <= self._got:  # the actor before has brought it
+                    continue
+                self._got = number
+                said = result((failure, replies))
+                self._has_arrived(received)
+                self._arrive(said)
         except Exception as error:  # noqa: BLE001 - whatever the engine raises, it ends the relay
             self._fail(error)
+
+    def _has_arrived(self, number: int) -> None:
+        while self._waiting and self._waiting[0].number <= number:
+            waiting = self._waiting.popleft().arrived
+            if not waiting.done():
+                waiting.set_result(_NOTHING)
 
     def _arrive(self, replies: bytes) -> None:
         self._arrived.append(replies)
@@ -123,80 +282,139 @@ class RelayUplink:
             self._wanted.set_result(None)
 
 
-class _Back:
-    """The way back to one relay.
+class SwitchboardLink(FrameProtocol):
+    """An actor's connection to the switchboard. Everything runs in one thread of the actor's.
 
     Args:
-        port: for what the server says.
-        agent: see :meth:`RelayUplink.open`.
-
-    Attributes:
-        received: the number of the last request.
+        ended: called once when the store has ended: whether with the last of its members.
     """
 
-    def __init__(self, port: Any, agent: str) -> None:
-        self._port = port
-        self.agent = agent
-        self.received = 0
-
-    def send(self, replies: bytes, failure: bytes = b"") -> None:
-        """Send replies to the relay, or what ends it."""
-        try:
-            self._port.send((self.received, failure, replies))
-        except Exception as error:  # noqa: BLE001 - whatever the engine raises, others go on
-            log.warning("a relay cannot be answered: %s", error)
-
-
-class Uplinks:
-    """The server's end of all uplinks. Everything runs in the thread of the server.
-
-    Args:
-        relay_server: answers the requests.
-    """
-
-    def __init__(self, relay_server: RelayServer) -> None:
-        self._relay_server = relay_server
-        self._back: dict[bytes, _Back] = {}
+    def __init__(self, ended: Callable[[bool], None]) -> None:
+        super().__init__(wire.MAX_FRAME)
+        self._ended = ended
+        self._has_ended = False
+        self._ids = itertools.count(1)
+        self._asked: dict[int, asyncio.Future[wire.Answer]] = {}
+        self._opening: dict[int, Any] = {}  # the ways back to relays, by the number of the message
+        self._back: dict[bytes, Any] = {}
         self._here, self._requests = Channel.open()
         self._receiving = asyncio.ensure_future(self._receive())
 
-    def open(self, here: bytes, agent: str, back: Any) -> tuple[bytes, Any]:
-        """Call ``RelayServer.open``; return the token, and the port for requests.
+    @classmethod
+    async def open(cls, path: str, ended: Callable[[bool], None]) -> SwitchboardLink:
+        """Connect.
 
-        Args:
-            here, agent: see :meth:`RelayUplink.open`.
-            back: the port for the answers.
+        Raises:
+            StoreClosedError: there is no switchboard.
         """
-        known = self._relay_server.tokens
-        self._back = {token: one for token, one in self._back.items() if token in known}
+        made = cls(ended)
+        try:
+            with unix_socket() as sock:
+                await connect(sock, path)
+                await asyncio.get_running_loop().create_unix_connection(lambda: made, sock=sock)
+        except OSError as error:
+            made._has_ended = True
+            made.close()
+            raise StoreClosedError(f"the owner of the server is gone: {error}") from error
+        made.write(wire.frame(wire.Carry()))
+        return made
+
+    def led(self) -> None:
+        """The directory knows the actor."""
+        self.write(wire.frame(wire.Led()))
+
+    def agent_failed(self) -> None:
+        """The engine reports that an agent died some seconds ago."""
+        self.write(wire.frame(wire.AgentFailed()))
+
+    async def open_uplink(
+        self, here: bytes, agent: str, back: Any, token: bytes, got: int
+    ) -> tuple[bytes, int, Any]:
+        """See ``wire.OpenUplink``; return the token, how many requests have arrived, and the port
+        for requests. ``back``: the port for the answers.
+        """
         back.return_undeliverable = False
-        made = _Back(back, agent)
-        token = self._relay_server.open(here, made.send)
-        self._back[token] = made
-        return token, self._here
+        number = next(self._ids)
+        self._opening[number] = back
+        answer = await self._ask(wire.OpenUplink(number, token, here, agent, got))
+        return answer.token, answer.received, self._here
 
-    def agent_of(self, peer: bytes) -> str | None:
-        """Return the path of the socket of the ``Forwarder`` beside the relay of a client; None if
-        it has none. ``peer``: see ``RelayServer.token_of``.
-        """
-        token = self._relay_server.token_of(peer)
-        return None if token is None else self._back[token].agent
+    async def poll(self, token: bytes, got: int) -> int:
+        """Call ``RelayServer.poll``; return how many requests have arrived."""
+        try:
+            return (await self._ask(wire.Poll(next(self._ids), token, got))).received
+        except StoreClosedError:
+            self._back.pop(token, None)
+            raise
+
+    async def agent_of(self, peer: bytes) -> str:
+        """See ``wire.AgentOf``."""
+        return (await self._ask(wire.AgentOf(next(self._ids), peer))).agent
+
+    async def end(self, why: str) -> None:
+        """End the server and the switchboard."""
+        self._has_ended = True
+        await self._ask(wire.End(next(self._ids), why))
 
     def close(self) -> None:
-        """Answer nothing more. Idempotent."""
         self._receiving.cancel()
+        super().close()
+
+    async def _ask(self, message: Any) -> wire.Answer:
+        if not self.is_open:
+            raise StoreClosedError("this store has ended")
+        answer = self._asked[message.id] = asyncio.get_running_loop().create_future()
+        self.write(wire.frame(message))
+        return await answer
 
     async def _receive(self) -> None:
         while True:
-            token, number, requests = await self._requests.recv()
-            back = self._back.get(token)
-            if back is None:
-                continue
-            back.received = number
+            self.write(wire.frame(wire.Ask(*await self._requests.recv())))
+
+    def received(self, bodies: list[bytes]) -> None:
+        for body in bodies:
             try:
-                replies = self._relay_server.exchange(token, requests)
-            except Exception as error:  # noqa: BLE001 - passed to the relay
-                back.send(b"", encoded_error(error))
+                self._handle(wire.to_actor(body))
+            except ProtocolError as error:
+                log.warning("%s", error)
+                self.close()
+                return
+
+    def _handle(self, message: wire.ToActor) -> None:
+        if isinstance(message, wire.Say):
+            back = self._back.get(message.token)
+            if back is None:
+                return
+            said = message.number, message.received, message.failure, message.replies
+            try:
+                back.send(said)
+            except Exception as error:  # noqa: BLE001 - whatever the engine raises, others go on
+                log.warning("a relay cannot be answered: %s", error)
+        elif isinstance(message, wire.Answer):
+            back = self._opening.pop(message.id, None)
+            if back is not None and not message.failure:  # what it is told may follow at once
+                self._back[message.token] = back
+            asked = self._asked.pop(message.id, None)
+            if asked is None or asked.done():
+                return
+            try:
+                result((message.failure, message))
+            except TorchStoreError as error:
+                asked.set_exception(error)
             else:
-                if replies != _NOTHING:
-                    back.send(replies)
+                asked.set_result(message)
+        else:
+            self._over(message.good)
+
+    def _over(self, good: bool) -> None:
+        if not self._has_ended:
+            self._has_ended = True
+            self._ended(good)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_exception(StoreClosedError("this store has ended"))
+        self._asked.clear()
+        self._over(good=False)

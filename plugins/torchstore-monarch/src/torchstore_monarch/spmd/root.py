@@ -55,7 +55,6 @@ async def _main(order: RootOrder) -> int:
             sockets[found.host_id] = found.address
             server = _Server(found)
             await server.status()
-            _, controller, _ = await directory.find.call_one(request.store_name)
     except TorchStoreError as error:
         _report(StoreReport(error=error.code, message=error.message))
         return 1
@@ -69,7 +68,7 @@ async def _main(order: RootOrder) -> int:
         return 1
     _report(StoreReport(sockets=sockets))
     try:
-        await _until_ended(server, controller, starter_gone)
+        await _until_ended(server, directory, request.store_name, starter_gone)
     finally:
         server.close()
         await _end(directory, request.store_name, hosts)
@@ -112,7 +111,9 @@ class _Server:
             self._channel.close()
 
 
-async def _until_ended(server: _Server, controller: Any, starter_gone: asyncio.Event) -> None:
+async def _until_ended(
+    server: _Server, directory: Any, store_name: str, starter_gone: asyncio.Event
+) -> None:
     """Wait until the server has ended, as it does with its last member."""
     reported = False
     try:
@@ -120,14 +121,25 @@ async def _until_ended(server: _Server, controller: Any, starter_gone: asyncio.E
             await server.status()
             if starter_gone.is_set():
                 if not reported:  # without members, the server ends now
-                    await controller.starter_ended.call_one()
-                    reported = True
+                    reported = await _report_starter(directory, store_name)
                 await asyncio.sleep(_LOOK_S)
             else:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(starter_gone.wait(), _LOOK_S)
     except TorchStoreError as error:
         log.info("the store ends: %s", error)
+
+
+async def _report_starter(directory: Any, store_name: str) -> bool:
+    """Tell the controller that the starter has ended; whether it knows: it may have died."""
+    try:
+        _, controller, _ = await directory.find.call_one(store_name, True)
+        if controller is not None:
+            await controller.starter_ended.call_one()
+    except Exception as error:  # noqa: BLE001 - whatever the engine raises for a dead actor
+        log.info("the controller is not told: %s", type(error).__name__)
+        return False
+    return True
 
 
 async def _end(directory: Any, store_name: str, hosts: Any) -> None:

@@ -226,6 +226,7 @@ class RelayServer:
         self._untold: set[bytes] = set()  # relays that do not know yet that this has ended
         self._told = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
+        self._suspended = False
         self._check()
 
     @property
@@ -301,8 +302,20 @@ class RelayServer:
             if relay is not None:
                 relay.close(why)
 
+    def suspend(self) -> None:
+        """From now on no relay can be heard, whether it lives or not, so none is given up."""
+        self._suspended = True
+
+    def resume(self) -> None:
+        """Relays can be heard again; each has as much time for that as if it had just been."""
+        self._suspended = False
+        for relay in self._relays.values():
+            relay.last_heard = self._clock()
+
     def close_silent(self, part: float = 1.0) -> None:
         """Give up all relays that have been silent for more than ``part`` of their limit."""
+        if self._suspended:
+            return
         now = self._clock()
         for token, relay in list(self._relays.items()):
             silent = now - relay.last_heard
