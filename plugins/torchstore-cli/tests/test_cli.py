@@ -597,6 +597,19 @@ async def test_serve(runtime_directory: Path):
     assert [*runtime_directory.iterdir()] == []
 
 
+async def test_serve_with_fields_of_a_strategy(runtime_directory: Path):
+    strategy = '{"type": "replicated", "base": {"type": "hash"}, "copies": 3}'
+    options = ("--capacity", "64MiB", "--volumes", "4", "--strategy", strategy)
+    with serving(*options) as (process, ready):
+        assert ready["strategy"] == "replicated"
+        client = await ts.connect(ready["address"])
+        await client.put("w", torch.arange(MB))
+        assert (await client.stat("w")).copies == 3
+        await ts.shutdown()
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, 5) == 0
+
+
 def _mapped(pid: int) -> list[str]:
     return [line.split()[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
 
@@ -653,6 +666,11 @@ async def test_serve_in_a_directory(runtime_directory: Path):
 async def test_serve_that_cannot_start(runtime_directory: Path):
     error = await fails("plugin", "serve", "--strategy", "nonsense")
     assert "'nonsense'" in error["message"]
+    error = await fails("plugin", "serve", "--strategy", '{"type": "hash", "nonsense": 1}')
+    assert "it has no 'nonsense'" in error["message"]
+    for wrong, says in (('{"type": "hash"', "is not JSON"), ("{}", 'as "type"')):
+        error = await fails("usage", "serve", "--strategy", wrong, status=2)
+        assert says in error["message"]
     error = await fails("configuration", "serve", TORCHSTORE_LOG_LEVEL="loud")
     assert "TORCHSTORE_LOG_LEVEL" in error["message"]
     error = await fails("configuration", "serve", TORCHSTORE_BLOCK="shn")

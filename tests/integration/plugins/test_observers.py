@@ -322,6 +322,21 @@ async def test_an_observer_that_fails_breaks_nothing_and_is_reported_once(
     assert "returned a coroutine, which nobody runs" in wrong[f"{OBSERVERS}:forgets"]
 
 
+async def test_an_observer_that_takes_long_is_named_once(
+    site: Site, caplog: pytest.LogCaptureFixture, server: ServerThread
+) -> None:
+    """Calls took as long as it, and nothing said why."""
+    body = "import time\n@hookimpl\ndef torchstore_operation(operation):\n    "
+    site.install("another", OBSERVERS, quick=body + "pass")
+    site.install("third", OBSERVERS, ponders=body + "if operation.name == 'put': time.sleep(1.1)")
+    with caplog.at_level(logging.WARNING):
+        async with connected(server.address) as client:
+            for _ in range(2):
+                await client.put("k", 1)
+    (about,) = [r.getMessage() for r in caplog.records if "took" in r.getMessage()]
+    assert "the observer plug-in 'ponders' took 1." in about
+
+
 async def test_an_interrupt_in_an_observer_is_the_users(site: Site, server: ServerThread) -> None:
     """Ctrl-C comes up wherever the interpreter is; the operation has ended by then."""
     body = "@hookimpl\ndef torchstore_operation(operation):\n    if operation.name == 'put': "

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import pytest
 from tests.support import free_port, load_all
 
@@ -241,6 +242,27 @@ BROKEN: dict[str, tuple[str, str, str]] = {
     "other_name": (TRANSPORTS, TRANSPORT.replace("{name!r}", "'fast'"), "calls itself 'fast'"),
     "other_tag": (STRATEGIES, STRATEGY.replace("{name!r}", "'x'"), "needs tag='other_tag'"),
 }
+
+
+KEPT = """
+class Kept:
+    @hookimpl
+    def torchstore_operation(self): pass
+instance = Kept()
+"""
+
+
+def test_an_entry_point_may_name_an_instance_and_not_its_class(site: Site) -> None:
+    """The hook of a class failed at each call, of which ``torchstore doctor`` saw nothing."""
+    site.install("package", OBSERVERS, kept=KEPT)
+    (kept,) = site.registry()._entries[OBSERVERS]["kept"]
+    whole, cls = (
+        Registry([msgspec.structs.replace(kept, value=f"{kept.value}:{attribute}")])
+        for attribute in ("instance", "Kept")
+    )
+    assert [*whole.observers()] == ["kept"]
+    assert [*cls.observers()] == []
+    assert "a method of the class Kept; the entry" in cls.left_out(OBSERVERS)["kept"]
 
 
 @pytest.mark.parametrize("name", BROKEN)

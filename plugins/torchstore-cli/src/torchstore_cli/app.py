@@ -47,6 +47,20 @@ def _bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int
         raise click.BadParameter(str(error), ctx, param) from error
 
 
+def _strategy(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, bytes]:
+    """Return the name of a strategy, and its fields as JSON."""
+    if not value.lstrip().startswith("{"):
+        return value, b"{}"
+    try:
+        fields = msgspec.json.decode(value, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise click.BadParameter(f"{value!r} is not JSON: {error}", ctx, param) from error
+    name = fields.pop("type", None)
+    if not isinstance(name, str):
+        raise click.BadParameter('it needs the name of a strategy as "type"', ctx, param)
+    return name, msgspec.json.encode(fields)
+
+
 class _Seconds(click.FloatRange):
     """A number of seconds, which NaN is not: it is in every range."""
 
@@ -283,7 +297,14 @@ def bench(settings: _Settings, size: int, transports: bool, save: bool) -> None:
     "Default: half of what there is; it is taken as it is used.",
 )
 @click.option("--volumes", type=click.IntRange(min=1), default=1, show_default=True)
-@click.option("--strategy", default="singleton", show_default=True, help="Where puts go.")
+@click.option(
+    "--strategy",
+    default="singleton",
+    show_default=True,
+    callback=_strategy,
+    help="Where puts go: the name of a strategy, or its name and fields as JSON, like "
+    """'{"type": "replicated", "copies": 3}'.""",
+)
 @click.option(
     "--prefault",
     metavar="SIZE",
@@ -333,7 +354,7 @@ def serve(
     name: str,
     capacity: int | None,
     volumes: int,
-    strategy: str,
+    strategy: tuple[str, bytes],
     prefault: int | None,
     directory: str | None,
     spill: str | None,
@@ -366,7 +387,8 @@ def serve(
         num_storage_volumes=volumes,
         capacity=capacity,
         prefault=prefault,
-        strategy=strategy,
+        strategy=strategy[0],
+        strategy_fields=strategy[1],
         block=Policy.make().block,
         directory=directory,
         spill=spill,

@@ -343,6 +343,11 @@ class Registry:
                 f"{origin} implements {' and '.join(others)}, too, which nobody would call; "
                 "each hook needs a module and an entry point of its own"
             )
+        if inspect.isclass(plugin) and inspect.isfunction(inspect.getattr_static(plugin, hook)):
+            raise PluginError(
+                f"{origin}: {hook} is a method of the class {plugin.__name__}; the entry point has "
+                "to name an instance of it, or a module"
+            )
         if inspect.iscoroutinefunction(found[0]) or inspect.isasyncgenfunction(found[0]):
             raise PluginError(f"{origin}: {hook} must be a plain function, not async")
         if inspect.isgeneratorfunction(found[0]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import time
 from collections.abc import Callable
 
 from torchstore_core.contracts.observer import Operation
@@ -17,13 +18,17 @@ log = logging.getLogger(__name__)
 _warned: set[str] = set()
 _failures: dict[str, int] = {}
 _first_errors: dict[str, str] = {}
+# Observers that have taken longer than this, in seconds, for one operation.
+_SLOW_S = 1.0
+_slow: set[str] = set()
 
 
 def watch(registry: Registry) -> Callable[[Operation], None] | None:
     """Return the function to call with each operation that has ended; None without observers.
 
     The function raises nothing but KeyboardInterrupt, which must reach the user wherever it occurs.
-    What an observer raises is logged the first time, and counted. An observer that does not load is
+    What an observer raises is logged the first time, and counted; that it takes long is logged the
+    first time, too. An observer that does not load is
     logged once, and so is a name, of plug-ins of any kind, that several distributions claim.
     """
     observers = registry.observers()
@@ -45,6 +50,7 @@ def watch(registry: Registry) -> Callable[[Operation], None] | None:
 
     def observe(operation: Operation) -> None:
         for name, hook in observers.items():
+            begun = time.monotonic()
             try:
                 for result in hook(operation=operation):
                     _check_finished(result)
@@ -52,6 +58,8 @@ def watch(registry: Registry) -> Callable[[Operation], None] | None:
                 raise
             except BaseException as error:  # noqa: BLE001 - third-party code must not fail the call
                 _record_failure(name, error)
+            if (took := time.monotonic() - begun) > _SLOW_S:
+                _say_slow(name, took)
 
     return observe
 
@@ -81,6 +89,17 @@ def _record_failure(name: str, error: BaseException) -> None:
         name,
         exc_info=error,
     )
+
+
+def _say_slow(name: str, took: float) -> None:
+    if name not in _slow:
+        _slow.add(name)
+        log.warning(
+            "the observer plug-in %r took %.1f s; the operation that it was told of, and all else "
+            "on that event loop, has waited for it. Further times are not logged",
+            name,
+            took,
+        )
 
 
 def _check_finished(result: object) -> None:
