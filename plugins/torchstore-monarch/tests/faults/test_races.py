@@ -18,7 +18,7 @@ from tests.support import until
 import torchstore_core as ts
 from torchstore_core.machine import topology
 from torchstore_core.testing.timers import within
-from torchstore_monarch.protocol import StoreRequest, outcome, result
+from torchstore_monarch.protocol import Led, StoreRequest, outcome, result
 
 MB = 1 << 20
 RACE = {"store_name": "race"}
@@ -352,8 +352,9 @@ async def _to_be_killed(own_agents: bool, host_id: str) -> tuple[set[int], int, 
 
     here = topology.probe()
     store = directory._Store(StoreRequest("race", 1, "singleton", b"{}", None, 0, 5.0, ()))
-    store.own_agents, store.controller_pid = own_agents, os.getppid()
-    directory._note_processes(store, host_id or here.host_id, [here])
+    store.own_agents = own_agents
+    led = Led(host_id or here.host_id, "", os.getppid(), 0, 0)
+    directory._note_processes(store, led, [here])
     return set(store.processes), os.getppid(), os.getpid()
 
 

@@ -81,6 +81,7 @@ class RelayUplink:
         self._wanted: asyncio.Future[None] | None = None  # by the poll that waits
         self._suspect = asyncio.Event()
         self._unsent: Exception | None = None
+        self._over: TorchStoreError | None = None  # why the store has ended
         self._living: asyncio.Task[None] | None = None
         self._receiving: asyncio.Task[None] | None = None
         self._calls: set[asyncio.Future[Any]] = set()
@@ -175,25 +176,42 @@ class RelayUplink:
         Raises:
             TorchStoreError: the store has ended.
         """
+        failed: Exception | None = None
         try:
-            polled = await self._bounded(
-                self.controller.poll.call_one(self._token, self._got), _SILENT_S, self._suspect
-            )
+            await self._bounded(self._show_once(), _SILENT_S, self._suspect)
         except Exception as error:  # noqa: BLE001 - whatever the engine raises for a dead actor
-            return error
-        if polled is not None:
-            self._has_arrived(result(polled))
-            self._arrive(_NOTHING)
-        return None
+            failed = error
+        if self._over is not None:
+            raise self._over
+        return failed
+
+    async def _show_once(self) -> None:
+        """Show life. An answer that comes late, as through a cable that was pulled, counts, too."""
+        polled = await self.controller.poll.call_one(self._token, self._got)
+        try:
+            received = result(polled)
+        except TorchStoreError as error:
+            self._over = error
+            self._suspect.set()
+            raise
+        self._has_arrived(received)
+        self._arrive(_NOTHING)
 
     async def _follow(self) -> None:
         """Go on with the actor that leads now; wait for it while it is being started.
 
         Raises:
-            StoreClosedError: the store has ended, or has given this relay up.
+            TorchStoreError: the store has ended, or has given this relay up.
         """
         while True:
-            found = await self._bounded(self._find(), _CALL_S)
+            try:
+                found = await self._bounded(self._find(), _CALL_S)
+            except Exception as error:  # noqa: BLE001 - whatever the engine raises
+                # As slow as the actor, or as far away: how long that is borne, the relay decides.
+                log.info("the directory does not say who leads to the server: %r", error)
+                return
+            if self._over is not None:
+                raise self._over
             if found is None:
                 raise StoreClosedError("the store has ended")
             generation, controller = found
