@@ -350,6 +350,9 @@ async def test_freed_objects_are_gone_for_everybody(shared: ts.Client):
         await ts.free(held)
     with pytest.raises(ts.UnsupportedValueError, match="deleted with delete"):
         await ts.free(["w"])
+    wrong: Any = [held, None]
+    with pytest.raises(ts.UnsupportedValueError, match="references, not NoneType"):
+        await ts.free(wrong)
     del mapped
     await ts.delete("w")
     await until_free()

@@ -144,9 +144,14 @@ class ReferenceOperations(KeyOperations):
         """
         with self._watch("free", timeout) as clock:
             given = _listed(refs)
+            things: Iterable[object] = given
+            for ref in things:
+                if not isinstance(ref, ObjectRef | HeldRef):
+                    hint = "; a key is deleted with delete" if isinstance(ref, str) else ""
+                    raise UnsupportedValueError(
+                        f"free takes references, not {type(ref).__qualname__}{hint}"
+                    )
             named = [_named(ref) for ref in given]
-            if not all(ref.version for ref in named):
-                raise UnsupportedValueError("free takes references; a key is deleted with delete")
             clock.entries = len(named)
             if not named:
                 return 0
