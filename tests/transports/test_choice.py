@@ -53,3 +53,12 @@ async def test_a_choice_that_does_not_reach_the_volume_is_not_said_to_be_used(
         "TORCHSTORE_TRANSPORT forces, does not reach it: the volume is in another process); then "
         "nothing else; TORCHSTORE_TRANSPORT chooses"
     )
+
+
+async def test_a_preferred_transport_that_is_not_used_is_named_with_the_reason() -> None:
+    """A bid that refuses and a link that has failed look alike, if only what carries is named."""
+    async with running_store(prefer=["inprocess", "tcp"]) as client:
+        (large,) = await client.explain(1 << 30)
+    assert large["chosen"] == "tcp"
+    why = "inprocess, which is preferred, is not used: the volume is in another process"
+    assert large["summary"].startswith(f"tcp (it is preferred; {why}); then ")

@@ -135,6 +135,7 @@ def _clean() -> Iterator[None]:
         (ending("Unsigned"), RANGE, "write of an offset that overflows 64 bits (was|raised)"),
         (ending("Untyped"), RANGE, "ValueError.*no TransportError"),
         (ending("Boasting"), "test_what_has_arrived_is_told_honestly", "is 8, and the copy at 5"),
+        (half("Boasting"), KILLED, "is 12, and not all of these copies are there"),
         (ending("Undecided"), OFFERS, "raised (ValueError|UnicodeDecodeError).*no TransportError"),
         (ending("Silent"), OFFERS, "took more than 5 s"),
         (half("Waiting"), HANDSHAKES, "took more than 5 s"),

@@ -133,6 +133,16 @@ class SettledLink(PostingLink):
             self.unsettled = False
 
 
+class BoastingLink(PostingLink):
+    """Says that all copies of a batch have arrived when it fails."""
+
+    async def write(self, copies: Sequence[Copy]) -> None:
+        try:
+            await super().write(copies)
+        except TransportError as error:
+            raise TransportError(error.message, details={"done": len(copies)}) from error
+
+
 class Keeping(Simple):
     """Stays registered when the last client has gone."""
 
@@ -491,6 +501,7 @@ def everywhere(context: LinkContext) -> Bid:
 
 
 plugin_Posting = Plugin(PostingLink, Posting)
+plugin_Boasting = Plugin(BoastingLink, Posting)
 plugin_Late = Plugin(PostingLink, Late)
 plugin_Later = Plugin(PostingLink, Later)
 plugin_Settled = Plugin(SettledLink, Late)

@@ -120,6 +120,7 @@ class Ranking:
     Args:
         forced: the only transport that the store's strategy or the user allows, if there is one.
         forced_by: what forces it, as text that fits "which ... forces".
+        wanted: the names that the user or the strategy prefers.
     """
 
     def __init__(
@@ -128,11 +129,13 @@ class Ranking:
         refusals: Mapping[str, str],
         forced: str | None = None,
         forced_by: str = "",
+        wanted: Sequence[str] = (),
     ) -> None:
         self.candidates = list(candidates)
         self.refusals = dict(refusals)
         self.forced = forced
         self._forced_by = forced_by
+        self._wanted = wanted
         self._inline_max: int | None = None
 
     def order(self, nbytes: int, *, in_band: bool | None = None) -> list[Candidate]:
@@ -190,6 +193,9 @@ class Ranking:
             why += f"; {self.forced}, which {self._forced_by} forces, does not reach it: {refusal}"
         elif best.preferred:
             why = "it is preferred"
+        for name in self._wanted if self.forced is None else ():
+            if name in self.refusals:
+                why += f"; {name}, which is preferred, is not used: {self.refusals[name]}"
         return f"{best.spec.name} ({why}); then {others}; {_CHOICE} chooses"
 
     def unavailable(self, nbytes: int) -> TransportUnavailableError:
@@ -282,7 +288,8 @@ def rank(
     if forced is not None and not candidates:
         why = "blocked by configuration" if forced in policy.block else "not installed here"
         refusals.setdefault(forced, why)
-    return Ranking(candidates, refusals, forced, forced_by)
+    wanted = dict.fromkeys((*policy.prefer, *policy.order))
+    return Ranking(candidates, refusals, forced, forced_by, tuple(wanted))
 
 
 def _turn(name: str, policy: Policy) -> int:

@@ -293,7 +293,7 @@ class StoppingTests(TransportKit):
 
     def test_a_killed_half_is_noticed(self) -> None:
         """Transfers, and the next connect, fail with a TransportError, or succeed if they need no
-        process. No byte moves after a transfer has failed.
+        process. What a failed write says to be done has arrived, and no byte moves after it.
         """
         with self.apart() as endpoints:
 
@@ -306,6 +306,7 @@ class StoppingTests(TransportKit):
 
                 async def for_ever() -> None:
                     while True:
+                        endpoints.put(offset, bytes(_TRANSFER))
                         await link.write(_copies(source, offset))
                         await asyncio.sleep(pause)
 
@@ -315,6 +316,13 @@ class StoppingTests(TransportKit):
                 pause = 0.02  # those that need no process go on for all of the time
                 await asyncio.wait([task], timeout=_NOTICE_S)
                 await _failed_or_cancelled(task, "write to a half that was killed")
+                raised = None if task.cancelled() else task.exception()
+                if isinstance(raised, TransportError):
+                    done = raised.details.get("done", 0)
+                    there = endpoints.look(offset, min(done * _PIECE, _TRANSFER))
+                    true = there == source.data()[: done * _PIECE]
+                    what = f'details["done"] of a write to a half that was killed is {done}'
+                    check(true, f"{what}, and not all of these copies are there")
                 source.fill(_POISON)
                 endpoints.put(offset, bytes([_OURS]) * _TRANSFER)
                 await asyncio.sleep(_WATCH_S)
