@@ -1,1 +1,1 @@
-"""The built-in transports: ``shm`` (same host), ``inline`` (small values in the message), ``tcp``."""
+"""The built-in transports: ``shm`` (same host), ``inline`` (values in messages), and ``tcp``."""
