@@ -1,1 +1,1 @@
-"""The built-in transports: ``shm`` (same host) and ``inline`` (small values in the message)."""
+"""The built-in transports: ``shm`` (one host), ``inline`` (in the message), ``tcp`` (networks)."""
