@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 
 from torchstore_core.errors import TorchStoreError
-from torchstore_core.machine.object_storage import NO_BUCKET, REFUSED, error_code
+from torchstore_core.server.spilling.objects.answers import NO_BUCKET, REFUSED, error_code
 from torchstore_snapshot.errors import (
     BucketNotFoundError,
     SnapshotAccessError,

@@ -12,7 +12,7 @@ from typing import NoReturn, TypeVar
 
 from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFacts
 from torchstore_core.errors import PluginError
-from torchstore_core.server.memory.absent_strategy import AbsentStrategy
+from torchstore_core.plugins.absent_strategy import AbsentStrategy
 
 T = TypeVar("T")
 

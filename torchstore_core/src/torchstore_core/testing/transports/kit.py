@@ -11,7 +11,6 @@ from torchstore_core.testing.transports.listening import ListeningTests
 from torchstore_core.testing.transports.moving import MovingTests
 from torchstore_core.testing.transports.refusing import RefusingTests
 from torchstore_core.testing.transports.stopping import StoppingTests
-from torchstore_core.testing.transports.volumes import VolumeTests
 
 __all__ = ["TransportTests"]
 
@@ -25,7 +24,6 @@ class TransportTests(
     ClosingTests,
     LastingTests,
     ListeningTests,
-    VolumeTests,
     StoreTests,
 ):
     """Subclass this in a test module of your package, under a name that pytest collects::

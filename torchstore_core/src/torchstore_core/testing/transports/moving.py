@@ -24,6 +24,7 @@ from torchstore_core.testing.transports.ends.session import Session
 
 __all__ = ["MovingTests"]
 
+_BESIDE = 300_001
 _SIZES = (0, 1, 2, 3, 7, 8, 63, 64, 65, 4095, 4096, 4097, 65_537, (1 << 20) + 1)
 _PIECES = 10_000
 _AT_ONCE = 12
@@ -213,6 +214,43 @@ class MovingTests(TransportKit):
                     [msgspec.structs.replace(c, address=c.address + moved) for c in copies]
                 )
                 check(target.data() == data, f"read: other bytes came from {starts} of both")
+
+        self.with_link(endpoints, work)
+
+    def test_volumes_of_one_process_do_not_mix(self) -> None:
+        """One client has links to both. What it writes is in the volume that it is for, and when it
+        has left one of them, or that one is closed, it has the other one as before.
+        """
+        endpoints = self.anywhere()
+        offset = endpoints.take(_BESIDE)
+
+        async def work(session: Session, early: Link) -> None:
+            async with endpoints.another() as (beside, memory):
+                beside.peer = session.peer
+                other, late = await beside.connect(), await session.connect()
+                for seed, link in enumerate((early, late)):
+                    ours, theirs = Memory(pattern(seed, _BESIDE)), Memory(pattern(9, _BESIDE))
+                    endpoints.put(offset, bytes(_BESIDE))
+                    memory[offset : offset + _BESIDE] = bytes(_BESIDE)
+                    await asyncio.gather(
+                        link.write([ours.copy(offset)]), other.write([theirs.copy(offset)])
+                    )
+                    right = endpoints.look(offset, _BESIDE) == ours.data()
+                    check(right, "a write to one of two volumes is not there")
+                    right = memory[offset : offset + _BESIDE] == theirs.data()
+                    check(right, "a write to the other one of two volumes is not there")
+                    for mine, volume in ((ours, link), (theirs, other)):
+                        target = Memory(_BESIDE)
+                        await volume.read([target.copy(offset)])
+                        check(target.data() == mine.data(), "a read is of the other volume")
+                other.close()
+                await beside.disconnect()
+                for seed, when in ((3, "the client has left the other one"), (4, "that is closed")):
+                    ours = Memory(pattern(seed, _BESIDE))
+                    await late.write([ours.copy(offset)])
+                    right = endpoints.look(offset, _BESIDE) == ours.data()
+                    check(right, f"what is written to one of two volumes when {when} is not there")
+                    await beside.close_volume()
 
         self.with_link(endpoints, work)
 

@@ -22,7 +22,7 @@ from urllib.parse import unquote, urlsplit
 
 from torchstore_core.contracts.when_full import shown_place
 from torchstore_core.errors import ConfigurationError
-from torchstore_core.machine.object_storage import NO_BUCKET, REFUSED, error_code
+from torchstore_core.server.spilling.objects.answers import NO_BUCKET, REFUSED, error_code
 
 # Where folders are only beginnings of names. To "make" one may create a bucket, which nobody wants.
 _WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss", "obs", "memory"}
