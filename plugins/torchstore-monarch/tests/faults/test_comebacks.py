@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from tests.monarch.loads import idle, under_load
 from tests.monarch.losses import (
     AT_ONCE_S,
     MB,
-    end_store,
+    begins_anew,
     is_lost,
     leased_nothing,
     says_lost,
@@ -31,20 +31,6 @@ from torchstore_core.testing.timers import within
 
 SPREAD = {"num_storage_volumes": 2, "strategy": "spread"}
 PAUSE_S = 5.0  # on a busy machine; see benchmarks for what it takes
-
-
-@pytest.fixture
-async def two_hosts(hosts: Job) -> AsyncIterator[Job]:
-    """A worker on each of two hosts; the server is on a third."""
-    yield hosts
-    await end_store(hosts)
-
-
-@pytest.fixture
-async def one_host(job: Job) -> AsyncIterator[Job]:
-    """One host, two workers."""
-    yield job
-    await end_store(job)
 
 
 async def _lose_the_server(job: Job) -> int:
@@ -198,13 +184,5 @@ async def test_without_a_keeper_it_does_not_come_back(one_host: Job) -> None:
     await _lose_the_server(one_host)
     with pytest.raises(ts.StoreClosedError, match="what it had is lost"):
         await one_host.at(0, acts.get, "k")
-    await until(lambda: _begins_anew(one_host), 30)
+    await until(lambda: begins_anew(one_host), 30)
     assert not await one_host.at(0, acts.exists, "k")
-
-
-async def _begins_anew(job: Job) -> bool:
-    try:
-        await job.root(acts.initialize)
-    except ts.ConfigurationError:  # the engine has not seen it yet
-        return False
-    return True

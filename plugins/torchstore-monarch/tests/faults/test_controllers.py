@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import threading
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 from tests.monarch import acts
 from tests.monarch.jobs import Job
 from tests.monarch.loads import under_load
-from tests.monarch.losses import MB, end_store
+from tests.monarch.losses import MB, begins_anew
 from tests.support import until
 
 import torchstore_core as ts
@@ -46,20 +45,6 @@ def controllers(job: Job) -> set[int]:
 async def another(job: Job, *before: int) -> int:
     """Wait for an actor in another process."""
     return int(await until(lambda: next(iter(controllers(job) - {*before}), None), PAUSE_S))
-
-
-@pytest.fixture
-async def two_hosts(hosts: Job) -> AsyncIterator[Job]:
-    """A worker on each of two hosts; the server is on a third."""
-    yield hosts
-    await end_store(hosts)
-
-
-@pytest.fixture
-async def one_host(job: Job) -> AsyncIterator[Job]:
-    """One host, two workers."""
-    yield job
-    await end_store(job)
 
 
 _go = threading.Event()
@@ -219,16 +204,8 @@ async def test_the_store_ends_with_what_it_cannot_do_without(one_host: Job, what
     await until(lambda: not gone & one_host.processes(), 10)
     with pytest.raises(ts.StoreClosedError, match="what it had is lost"):
         await one_host.at(0, acts.get, "k")
-    await until(lambda: _begins_anew(one_host), 30)
+    await until(lambda: begins_anew(one_host), 30)
     assert not await one_host.at(0, acts.exists, "k")
-
-
-async def _begins_anew(job: Job) -> bool:
-    try:
-        await job.root(acts.initialize)
-    except ts.ConfigurationError:  # nobody has seen it yet
-        return False
-    return True
 
 
 @pytest.mark.parametrize("later_s", [0.0, 1.0])
