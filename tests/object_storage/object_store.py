@@ -10,7 +10,7 @@ import re
 import socket
 import threading
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -49,6 +49,8 @@ class ObjectStore:
         self._active = 0
         self._met, self._never = threading.Event(), threading.Event()
         self._lock = threading.Lock()
+        # moto looks whether there is an object, and then stores: two may find that there is none.
+        self._conditional = threading.Lock()
         self.refuse = False
         self.busy: Callable[[dict[str, Any]], bool] = lambda _: False
         self.cut: Callable[[dict[str, Any]], bool] = lambda _: False
@@ -126,11 +128,11 @@ class ObjectStore:
                 yield body if environ["REQUEST_METHOD"] != "HEAD" else b""
                 return
             if self.cut(environ):
-                b"".join(self._app(environ, lambda *_: lambda _: None))
+                b"".join(self._answer(environ, lambda *_: lambda _: None))
                 environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
                 raise ConnectionResetError
             trickles = self.trickle(environ)
-            for chunk in self._app(environ, start):
+            for chunk in self._answer(environ, start):
                 for byte in chunk if trickles else b"":
                     yield bytes([byte])
                     self._never.wait(0.01)
@@ -142,6 +144,13 @@ class ObjectStore:
         finally:
             with self._lock:
                 self._active -= 1
+
+    def _answer(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        """What moto answers. Requests with a condition are carried out one at a time."""
+        is_conditional = environ.keys() & {"HTTP_IF_MATCH", "HTTP_IF_NONE_MATCH"}
+        with self._conditional if is_conditional else contextlib.nullcontext():
+            answer: Iterable[bytes] = self._app(environ, start)
+            return answer
 
 
 # One for the process: a client of another address takes a fifth of a second of a processor.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import sys
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -27,3 +29,18 @@ async def where_it_fits(nbytes: int, work: Callable[[], T]) -> T:
     in a thread, which has ended when this returns or raises, even if cancelled.
     """
     return work() if nbytes <= DIRECT_MAX else await in_thread(work)
+
+
+def is_torch_unfinished() -> bool:
+    """Return whether a thread is importing torch, which takes seconds: there is a module already,
+    without its classes. The engine asks of all memory whether it is a tensor as soon as there is
+    such a module, and fails until it has them.
+    """
+    torch = sys.modules.get("torch")
+    return torch is not None and not hasattr(torch, "Tensor")
+
+
+def finish_torch() -> None:
+    """Wait until no other thread is importing torch; imports nothing itself. Blocks."""
+    if is_torch_unfinished():
+        importlib.import_module("torch")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -240,6 +243,24 @@ async def _cancel_while_it_registers() -> tuple[int, int]:
 
 async def test_memory_that_is_registered_while_a_put_is_cancelled_is_dropped(rdma: Job) -> None:
     assert await rdma.root(_cancel_while_it_registers) == (1, 1)
+
+
+def test_memory_is_looked_at_while_a_thread_imports_torch() -> None:
+    body = """
+    import importlib
+    import threading
+    from monarch._src.rdma.rdma import _make_local_memory_handle
+    from torchstore_monarch.threads import finish_torch, is_torch_unfinished
+    importing = threading.Thread(target=importlib.import_module, args=["torch"])
+    importing.start()
+    while not is_torch_unfinished():
+        pass
+    finish_torch()
+    print(_make_local_memory_handle(memoryview(bytearray(7))).size)
+    importing.join()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(body)]
+    assert subprocess.run(command, check=True, capture_output=True).stdout.split() == [b"7"]
 
 
 async def _put_for_ever() -> str:

@@ -21,7 +21,7 @@ from torchstore_monarch.protocol import Offer, result
 from torchstore_monarch.rdma.bouncing import buffer, copy, is_direct, keep
 from torchstore_monarch.rdma.wire import GREETING
 from torchstore_monarch.rpc.wire import Place
-from torchstore_monarch.threads import in_thread
+from torchstore_monarch.threads import finish_torch, in_thread
 
 log = logging.getLogger(__name__)
 
@@ -177,6 +177,7 @@ def _registered(views: list[memoryview]) -> list[RDMABuffer]:
     Raises:
         TransportError: the engine's RDMA part in this process has ended.
     """
+    finish_torch()
     try:
         return [RDMABuffer(view) for view in views]
     except (Exception, KeyboardInterrupt, SystemExit):

@@ -15,7 +15,7 @@ from torchstore_monarch.actors.hosting import HostedServer
 from torchstore_monarch.rdma.bouncing import buffer, copy, keep
 from torchstore_monarch.rdma.wire import GREETING
 from torchstore_monarch.rpc.wire import Place
-from torchstore_monarch.threads import in_thread
+from torchstore_monarch.threads import finish_torch, in_thread, is_torch_unfinished
 
 _TIMEOUT_S = 60
 # Addresses and sizes of the places of each buffer.
@@ -124,6 +124,8 @@ class RdmaServer(HostedServer):
     ) -> None:
         from monarch.rdma import RDMAAction  # heavy, so it is imported only when used
 
+        while is_torch_unfinished():  # another thread may begin when this one has looked
+            await in_thread(finish_torch)
         action = RDMAAction()
         for memory, remote in zip(own, buffers, strict=True):
             if write:
