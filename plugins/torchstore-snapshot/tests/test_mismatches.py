@@ -80,7 +80,7 @@ def test_a_container_does_not_take_the_place_of_a_tensor(tmp_path: Path) -> None
 
 
 def test_strict_names_all_differences(tmp_path: Path) -> None:
-    Snapshot.take(tmp_path / "s", {"m": torch.nn.Linear(3, 2)})
+    Snapshot.take(tmp_path / "s", {"m": torch.nn.Linear(3, 2)}, fsync=False)
     other = torch.nn.Sequential(torch.nn.Linear(3, 2, bias=False))
     other.weight = torch.nn.Parameter(torch.full((3, 3), 5.0))
     own = StateDict(x=torch.ones(1))
@@ -96,7 +96,7 @@ def test_strict_names_all_differences(tmp_path: Path) -> None:
 
 
 def test_without_strict_what_matches_is_restored(tmp_path: Path) -> None:
-    Snapshot.take(tmp_path / "s", {"m": StateDict(a=torch.ones(2), b=torch.ones(3))})
+    Snapshot.take(tmp_path / "s", {"m": StateDict(a=torch.ones(2), b=torch.ones(3))}, fsync=False)
     own = StateDict(a=torch.zeros(2), b=torch.zeros(4))
     report = Snapshot(tmp_path / "s").restore({"m": own}, strict=False)
     assert [*report.mismatched] == ["m/b"]
@@ -109,12 +109,12 @@ def test_an_existing_snapshot_is_not_replaced_unless_asked(folder: Path) -> None
     with pytest.raises(SnapshotExistsError):
         Snapshot.take(folder, {"m": state(3)})
     assert sorted(path.name for path in folder.iterdir()) == files
-    Snapshot.take(folder, {"m": state(3)}, overwrite=True)
+    Snapshot.take(folder, {"m": state(3)}, overwrite=True, fsync=False)
     own = state(2)
     Snapshot(folder).restore({"m": own})
     assert unchanged(own, 3)
     assert len([*folder.iterdir()]) == len(files)
-    Snapshot.take(folder, {"other": state(3)}, overwrite=True)
+    Snapshot.take(folder, {"other": state(3)}, overwrite=True, fsync=False)
     assert sorted(path.name.split("-")[0] for path in folder.iterdir()) == [
         "other",
         "other.safetensors.index.json",
