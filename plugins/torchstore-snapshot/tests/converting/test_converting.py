@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 import torchstore_core as ts
 from torchstore_core.clients.values.sharding import ShardList
 from torchstore_snapshot import (
+    NotWrittenError,
     Snapshot,
     SnapshotCorruptError,
     SnapshotExistsError,
@@ -369,8 +371,17 @@ def test_a_full_disk(tmp_path: Path, to: Kind) -> None:
         source = tmp_path / "s"
         if to == "snapshot":
             convert(source, source := tmp_path / "plain", to="safetensors", fsync=False)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(NotWrittenError, match=r"No space left.*; free some space") as raised:
             convert(source, disk / "out", to=to)
+        details = raised.value.details
+        assert isinstance(raised.value, OSError)
+        assert raised.value.errno == details["errno"] == errno.ENOSPC
+        file = Path(details["path"], details["file"])
+        if to == "dcp":  # torch does not say which file it is
+            assert file == disk / "out"
+        else:
+            assert file.is_relative_to(disk / "out")
+            assert details["nbytes"] >= 2_000_000
         assert not [path for path in disk.rglob("*") if path.is_file()]
 
 
