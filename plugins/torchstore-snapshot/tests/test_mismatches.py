@@ -294,6 +294,25 @@ def test_tied_destinations_of_equal_values_are_filled(tmp_path: Path) -> None:
     assert torch.equal(tied, one)
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_destinations_that_share_a_part_of_their_memory_are_refused(
+    tmp_path: Path, strict: bool
+) -> None:
+    """What would be in that part depended on a thread. As when a store is asked for them."""
+    values = {name: torch.full((4, 2), 1.0) for name in "abc"}
+    snapshot = Snapshot.take(tmp_path / "s", {"m": StateDict(values)}, fsync=False)
+    whole = torch.zeros(4, 6)
+    own = {name: whole[:, at : at + 2] for name, at in zip("abc", (0, 3, 1), strict=True)}
+    with pytest.raises(ts.LayoutMismatchError, match=r"'m/a' and 'm/c' overlap") as caught:
+        snapshot.restore({"m": StateDict(own)}, strict=strict)
+    assert caught.value.details == {"overlapping": ["m/a", "m/c"]}
+    assert not whole.any()
+
+    apart = {name: whole[:, at : at + 2] for name, at in zip("abc", (0, 2, 4), strict=True)}
+    assert not snapshot.restore({"m": StateDict(apart)}, strict=strict)
+    assert whole.all()
+
+
 @pytest.mark.parametrize("part", ["take", "sequence", "digest"])
 def test_a_damaged_head_of_a_manifest_is_damage(folder: Path, part: str) -> None:
     """Only what orders snapshots reads it: a restore would be right, but the next take would not
