@@ -143,9 +143,9 @@ def take_replicated(folder: str, how: str) -> None:
     model: torch.nn.Module = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
     if how == "ddp":
         model = DistributedDataParallel(model)
-        Snapshot.take(folder, {"model": model})
+        Snapshot.take(folder, {"model": model}, fsync=False)
     else:
-        Snapshot.take(folder, {"model": model}, replicated=["model/**"])
+        Snapshot.take(folder, {"model": model}, replicated=["model/**"], fsync=False)
 
 
 def train_fsdp(folder: str) -> None:
@@ -154,7 +154,7 @@ def train_fsdp(folder: str) -> None:
     for _ in range(2):
         model(torch.ones(2, 6)).sum().backward()
         optimizer.step()
-    Snapshot.take(folder, {"model": model, "optimizer": optimizer})
+    Snapshot.take(folder, {"model": model, "optimizer": optimizer}, fsync=False)
 
 
 def fsdp_model() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -178,7 +178,7 @@ def take_with_a_failing_rank(folder: str) -> str:
     if dist.get_rank() == 1:
         state["x"] = torch.ones(2, device="meta")
     try:
-        Snapshot.take(folder, {"m": state})
+        Snapshot.take(folder, {"m": state}, fsync=False)
     except (RankFailedError, ts.UnsupportedValueError) as error:
         return type(error).__name__
     return "taken"
@@ -320,9 +320,9 @@ def restore_halves(folder: str, verify: Any) -> tuple[str, str, bool, bool]:
 
 def take_twice(folder: str) -> str:
     state = {"m": StateDict(x=torch.ones(2))}
-    Snapshot.take(folder, state)
+    Snapshot.take(folder, state, fsync=False)
     try:
-        Snapshot.take(folder, state)
+        Snapshot.take(folder, state, fsync=False)
     except (SnapshotExistsError, RankFailedError) as error:
         return type(error).__name__
     return "taken"
@@ -355,7 +355,7 @@ def stop_in_a_take(folder: str, results: str) -> str:
         Path(results, "stopped").write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
     try:
-        Snapshot.take(folder, {"m": StateDict(x=torch.ones(2))}, pg=group)
+        Snapshot.take(folder, {"m": StateDict(x=torch.ones(2))}, pg=group, fsync=False)
     except RankFailedError as error:
         return str(error)
     finally:

@@ -84,7 +84,9 @@ def test_a_take_that_blocks_has_a_budget_too(tmp_path: Path) -> None:
 def test_batches_are_within_the_budget(tmp_path: Path) -> None:
     limit = 64 << 20
     app_state = {"m": state(3, numel=20 << 20)}
-    prepared = prepare(str(tmp_path / "s"), app_state, Ranks.alone(), None, TakeOptions())
+    prepared = prepare(
+        str(tmp_path / "s"), app_state, Ranks.alone(), None, TakeOptions(fsync=False)
+    )
     sizes = [sum(t.tensor.nbytes for t in batch) for batch in batches(prepared, limit)]
     assert sum(sizes) == sum(t.nbytes for t in app_state["m"].values() if hasattr(t, "nbytes"))
     assert max(a + b for a, b in pairwise(sizes)) <= limit
@@ -183,12 +185,12 @@ def test_a_writer_that_dies(tmp_path: Path) -> None:
     Snapshot.async_take(tmp_path / "s", {"m": state(1)}, fsync=False).wait(60)
     writer = process.the_writer()
     os.kill(writer.pid, signal.SIGSTOP)
-    pending = Snapshot.async_take(tmp_path / "s", {"m": state(2)}, overwrite=True)
+    pending = Snapshot.async_take(tmp_path / "s", {"m": state(2)}, overwrite=True, fsync=False)
     os.kill(writer.pid, signal.SIGKILL)
     with pytest.raises(SnapshotWriterError):
         pending.wait(60)
     assert holds(Snapshot(tmp_path / "s"), state(1))
-    again = Snapshot.async_take(tmp_path / "s", {"m": state(3)}, overwrite=True)
+    again = Snapshot.async_take(tmp_path / "s", {"m": state(3)}, overwrite=True, fsync=False)
     assert holds(again.wait(60), state(3))
     assert process.the_writer().pid != writer.pid
 
@@ -225,7 +227,7 @@ async def test_a_program_that_is_killed_commits_nothing(tmp_path: Path) -> None:
     writer = process.the_writer().pid
     os.kill(writer, signal.SIGSTOP)
     state = {{"m": StateDict(w=torch.ones(100_000))}}
-    Snapshot.async_take({str(tmp_path / "s")!r}, state)
+    Snapshot.async_take({str(tmp_path / "s")!r}, state, fsync=False)
     print(writer, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
     """
@@ -256,7 +258,8 @@ async def test_a_program_may_warm_up(tmp_path: Path) -> None:
     writer = process._current.pid
     await until(lambda: table.known(stores.own_name()) is not None, 60)
     address = await ts.address(stores.own_name())
-    Snapshot.async_take({str(tmp_path / "s")!r}, {{"m": StateDict(w=torch.ones(3))}}).wait(60)
+    state = {{"m": StateDict(w=torch.ones(3))}}
+    Snapshot.async_take({str(tmp_path / "s")!r}, state, fsync=False).wait(60)
     assert writer == process._current.pid and address == await ts.address(stores.own_name())
     """
     await run_script(body)
@@ -268,7 +271,7 @@ async def test_a_program_may_warm_up(tmp_path: Path) -> None:
 async def test_a_program_that_ends_waits_for_its_snapshots(tmp_path: Path) -> None:
     body = f"""
     from torchstore_snapshot import Snapshot, StateDict
-    Snapshot.async_take({str(tmp_path / "s")!r}, {{"m": StateDict(w=torch.ones(3))}})
+    Snapshot.async_take({str(tmp_path / "s")!r}, {{"m": StateDict(w=torch.ones(3))}}, fsync=False)
     """
     await run_script(body, fresh=True)
     assert Snapshot(tmp_path / "s").read_object("m/w").tolist() == [1, 1, 1]

@@ -80,7 +80,7 @@ def test_a_container_does_not_take_the_place_of_a_tensor(tmp_path: Path) -> None
 
 
 def test_strict_names_all_differences(tmp_path: Path) -> None:
-    Snapshot.take(tmp_path / "s", {"m": torch.nn.Linear(3, 2)})
+    Snapshot.take(tmp_path / "s", {"m": torch.nn.Linear(3, 2)}, fsync=False)
     other = torch.nn.Sequential(torch.nn.Linear(3, 2, bias=False))
     other.weight = torch.nn.Parameter(torch.full((3, 3), 5.0))
     own = StateDict(x=torch.ones(1))
@@ -96,7 +96,7 @@ def test_strict_names_all_differences(tmp_path: Path) -> None:
 
 
 def test_without_strict_what_matches_is_restored(tmp_path: Path) -> None:
-    Snapshot.take(tmp_path / "s", {"m": StateDict(a=torch.ones(2), b=torch.ones(3))})
+    Snapshot.take(tmp_path / "s", {"m": StateDict(a=torch.ones(2), b=torch.ones(3))}, fsync=False)
     own = StateDict(a=torch.zeros(2), b=torch.zeros(4))
     report = Snapshot(tmp_path / "s").restore({"m": own}, strict=False)
     assert [*report.mismatched] == ["m/b"]
@@ -109,12 +109,12 @@ def test_an_existing_snapshot_is_not_replaced_unless_asked(folder: Path) -> None
     with pytest.raises(SnapshotExistsError):
         Snapshot.take(folder, {"m": state(3)})
     assert sorted(path.name for path in folder.iterdir()) == files
-    Snapshot.take(folder, {"m": state(3)}, overwrite=True)
+    Snapshot.take(folder, {"m": state(3)}, overwrite=True, fsync=False)
     own = state(2)
     Snapshot(folder).restore({"m": own})
     assert unchanged(own, 3)
     assert len([*folder.iterdir()]) == len(files)
-    Snapshot.take(folder, {"other": state(3)}, overwrite=True)
+    Snapshot.take(folder, {"other": state(3)}, overwrite=True, fsync=False)
     assert sorted(path.name.split("-")[0] for path in folder.iterdir()) == [
         "other",
         "other.safetensors.index.json",
@@ -292,6 +292,25 @@ def test_tied_destinations_of_equal_values_are_filled(tmp_path: Path) -> None:
     tied = torch.zeros(4, 3).t()
     assert not snapshot.restore({"m": StateDict(a=tied, b=tied)})
     assert torch.equal(tied, one)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_destinations_that_share_a_part_of_their_memory_are_refused(
+    tmp_path: Path, strict: bool
+) -> None:
+    """What would be in that part depended on a thread. As when a store is asked for them."""
+    values = {name: torch.full((4, 2), 1.0) for name in "abc"}
+    snapshot = Snapshot.take(tmp_path / "s", {"m": StateDict(values)}, fsync=False)
+    whole = torch.zeros(4, 6)
+    own = {name: whole[:, at : at + 2] for name, at in zip("abc", (0, 3, 1), strict=True)}
+    with pytest.raises(ts.LayoutMismatchError, match=r"'m/a' and 'm/c' overlap") as caught:
+        snapshot.restore({"m": StateDict(own)}, strict=strict)
+    assert caught.value.details == {"overlapping": ["m/a", "m/c"]}
+    assert not whole.any()
+
+    apart = {name: whole[:, at : at + 2] for name, at in zip("abc", (0, 2, 4), strict=True)}
+    assert not snapshot.restore({"m": StateDict(apart)}, strict=strict)
+    assert whole.all()
 
 
 @pytest.mark.parametrize("part", ["take", "sequence", "digest"])

@@ -174,7 +174,7 @@ async def test_a_rank_that_dies_leaves_the_snapshot_before(
 
 @pytest.mark.parametrize(
     ("how", "error"),
-    [("arguments", "ConfigurationError"), ("file", "OSError"), ("nothing", "OSError")],
+    [("arguments", "ConfigurationError"), ("file", "NotWrittenError"), ("nothing", "OSError")],
 )
 async def test_all_ranks_hear_at_once_of_one_that_fails_in_the_background(
     jobs: Jobs, tmp_path: Path, how: str, error: str

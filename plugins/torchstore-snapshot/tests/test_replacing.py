@@ -50,15 +50,15 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def take(how: str, folder: Path, fill: float, *, overwrite: bool) -> None:
     if how == "dcp":
-        writer = SnapshotStorageWriter(folder, overwrite=overwrite)
+        writer = SnapshotStorageWriter(folder, overwrite=overwrite, fsync=False)
         try:
             dcp.save({"m": {"w": state(fill)["m"]["w"]}}, storage_writer=writer, no_dist=True)
         except CheckpointException as error:
             raise error.failures[0][0] from error
     elif how == "background":
-        Snapshot.async_take(folder, state(fill), overwrite=overwrite).wait(60)
+        Snapshot.async_take(folder, state(fill), overwrite=overwrite, fsync=False).wait(60)
     else:
-        Snapshot.take(folder, state(fill), overwrite=overwrite)
+        Snapshot.take(folder, state(fill), overwrite=overwrite, fsync=False)
 
 
 # The saves are those of one process.
@@ -70,7 +70,7 @@ WAYS = pytest.mark.parametrize("how", ["take", "background", "dcp"])
 @pytest.mark.parametrize("damage", ["cut", "empty", "flipped"])
 def test_a_damaged_snapshot_is_replaced(tmp_path: Path, how: str, damage: str) -> None:
     folder = tmp_path / "s"
-    Snapshot.take(folder, state(1))
+    Snapshot.take(folder, state(1), fsync=False)
     data = (folder / MANIFEST).read_bytes()
     changed = {"cut": data[:-9], "empty": b"", "flipped": data.replace(b"3000", b"3001")}[damage]
     (folder / MANIFEST).write_bytes(changed)
@@ -89,7 +89,7 @@ def test_a_damaged_snapshot_is_replaced(tmp_path: Path, how: str, damage: str) -
 @WAYS
 @pytest.mark.parametrize("damage", ["cut", "empty"])
 def test_a_damaged_map_is_replaced_with_its_snapshot(tmp_path: Path, how: str, damage: str) -> None:
-    Snapshot.take(tmp_path, state(1))
+    Snapshot.take(tmp_path, state(1), fsync=False)
     data = (tmp_path / MAP).read_bytes()
     (tmp_path / MAP).write_bytes(data[:-9] if damage == "cut" else b"")
     take(how, tmp_path, 2, overwrite=True)
@@ -107,9 +107,9 @@ def test_the_map_of_somebody_else_may_be_damaged(tmp_path: Path, theirs: bytes) 
 
 
 def test_ranks_wait_for_each_other_where_a_damaged_snapshot_is(tmp_path: Path) -> None:
-    Snapshot.take(tmp_path, state(1))
+    Snapshot.take(tmp_path, state(1), fsync=False)
     (tmp_path / MANIFEST).write_bytes(b"{")
-    options = TakeOptions(overwrite=True)
+    options = TakeOptions(overwrite=True, fsync=False)
     prepared = prepare(str(tmp_path), state(2), Ranks.alone(), None, options)
     part = write(prepared)
     other = type(part)(1, [], [], {}, [], [])
@@ -133,7 +133,7 @@ def test_ranks_wait_for_each_other_where_a_damaged_snapshot_is(tmp_path: Path) -
 
 @WAYS
 def test_one_of_a_newer_version_is_refused(tmp_path: Path, how: str) -> None:
-    Snapshot.take(tmp_path / "s", state(1))
+    Snapshot.take(tmp_path / "s", state(1), fsync=False)
     path = tmp_path / "s" / MANIFEST
     path.write_bytes(path.read_bytes().replace(b'"version":2', b'"version":3', 1))
     before = contents(tmp_path / "s")
@@ -158,7 +158,7 @@ def test_a_file_of_somebody_else_is_refused(tmp_path: Path, how: str) -> None:
 def test_a_folder_is_refused(tmp_path: Path, how: str, name: str, over: str) -> None:
     folder = tmp_path / "s"
     if over == "snapshot":
-        Snapshot.take(folder, state(1))
+        Snapshot.take(folder, state(1), fsync=False)
         (folder / name).unlink()
     (folder / name / "theirs").mkdir(parents=True)
     before = sorted(folder.iterdir())
@@ -173,37 +173,37 @@ def test_a_folder_is_refused(tmp_path: Path, how: str, name: str, over: str) -> 
 def test_the_map_of_another_model_is_refused(tmp_path: Path, how: str, overwrite: bool) -> None:
     folder = tmp_path / "s"
     if overwrite:
-        Snapshot.take(folder, {"other": StateDict(w=torch.ones(3))})
+        Snapshot.take(folder, {"other": StateDict(w=torch.ones(3))}, fsync=False)
     folder.mkdir(exist_ok=True)
     (folder / MAP).write_bytes(THEIRS)
     before = contents(folder)
     with pytest.raises(ForeignFileError, match=MAP):
         take(how, folder, 2, overwrite=overwrite)
     assert contents(folder) == before
-    Snapshot.take(folder, {"third": StateDict(w=torch.ones(3))}, overwrite=overwrite)
+    Snapshot.take(folder, {"third": StateDict(w=torch.ones(3))}, overwrite=overwrite, fsync=False)
     assert (folder / MAP).read_bytes() == THEIRS
 
 
 def test_the_map_of_another_model_is_not_removed(tmp_path: Path) -> None:
     folder = tmp_path / "0"
-    Snapshot.take(folder, state(1))
+    Snapshot.take(folder, state(1), fsync=False)
     (folder / MAP).write_bytes(THEIRS)
-    Snapshot.take(folder, {"other": StateDict(w=torch.ones(3))}, overwrite=True)
+    Snapshot.take(folder, {"other": StateDict(w=torch.ones(3))}, overwrite=True, fsync=False)
     assert (folder / MAP).read_bytes() == THEIRS
-    Snapshot.take(tmp_path / "1", state(1))
+    Snapshot.take(tmp_path / "1", state(1), fsync=False)
     (tmp_path / "1" / MAP).write_bytes(THEIRS)
-    Snapshot.take(tmp_path / "2", state(1))
+    Snapshot.take(tmp_path / "2", state(1), fsync=False)
     assert gc(tmp_path, keep_last=1, grace=0).dropped == ("0", "1")
     assert contents(tmp_path / "1") == {MAP: THEIRS}
 
 
 def test_a_map_that_was_left_behind_is_replaced(tmp_path: Path) -> None:
     """A take that is killed just after it was committed leaves the map of the one before."""
-    Snapshot.take(tmp_path, state(1))
+    Snapshot.take(tmp_path, state(1), fsync=False)
     left = (tmp_path / MAP).read_bytes()
-    Snapshot.take(tmp_path, state(2), overwrite=True)
+    Snapshot.take(tmp_path, state(2), overwrite=True, fsync=False)
     (tmp_path / MAP).write_bytes(left)
-    Snapshot.take(tmp_path, state(3), overwrite=True)
+    Snapshot.take(tmp_path, state(3), overwrite=True, fsync=False)
     (file,) = Snapshot(tmp_path).manifest.files
     assert file.name.encode() in (tmp_path / MAP).read_bytes()
 
@@ -211,7 +211,7 @@ def test_a_map_that_was_left_behind_is_replaced(tmp_path: Path) -> None:
 def test_the_map_of_a_snapshot_that_could_not_be_replaced_is_there_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Snapshot.take(tmp_path, state(1))
+    Snapshot.take(tmp_path, state(1), fsync=False)
     before, rename = contents(tmp_path), os.rename
     there: list[bool] = []
 
@@ -232,9 +232,11 @@ def test_the_map_of_a_snapshot_that_could_not_be_replaced_is_there_again(
 def test_a_map_of_nothing_is_collected(tmp_path: Path, gone: bool) -> None:
     """A take is killed when it has replaced a snapshot, before it removes the map of that."""
     folder = tmp_path / "0"
-    Snapshot.take(folder, {"m": StateDict(w=torch.ones(3)), "theirs": StateDict(w=torch.ones(3))})
+    Snapshot.take(
+        folder, {"m": StateDict(w=torch.ones(3)), "theirs": StateDict(w=torch.ones(3))}, fsync=False
+    )
     left = (folder / MAP).read_bytes()
-    Snapshot.take(folder, {"other": StateDict(w=torch.ones(3))}, overwrite=True)
+    Snapshot.take(folder, {"other": StateDict(w=torch.ones(3))}, overwrite=True, fsync=False)
     (folder / MAP).write_bytes(left)
     (folder / "theirs.safetensors.index.json").write_bytes(THEIRS)
     kept = "other.safetensors.index.json"
@@ -312,10 +314,10 @@ def test_a_snapshot_that_is_gone_when_it_is_read_is_not_called_damaged(
     tmp_path: Path, what: str
 ) -> None:
     folder = tmp_path / "latest"
-    old = Snapshot.take(folder, state(1))
+    old = Snapshot.take(folder, state(1), fsync=False)
     assert old.manifest
     if what == "replaced":
-        Snapshot.take(folder, state(2), overwrite=True)
+        Snapshot.take(folder, state(2), overwrite=True, fsync=False)
     else:
         shutil.rmtree(folder)
     mine = state(0)
@@ -335,7 +337,7 @@ def test_a_snapshot_that_is_gone_when_it_is_read_is_not_called_damaged(
 
 
 def test_a_snapshot_of_which_a_file_is_missing_is_damaged_and_not_replaced(tmp_path: Path) -> None:
-    snapshot = Snapshot.take(tmp_path, state(1))
+    snapshot = Snapshot.take(tmp_path, state(1), fsync=False)
     (tmp_path / snapshot.manifest.files[0].name).unlink()
     with pytest.raises(SnapshotCorruptError, match="is damaged") as caught:
         snapshot.restore(state(0))

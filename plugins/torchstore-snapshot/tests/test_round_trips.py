@@ -80,7 +80,9 @@ def test_nested_values(tmp_path: Path) -> None:
         "long": list(range(100_000)),
         "a.b": 1,
     }
-    snapshot = Snapshot.take(tmp_path / "s", {"v": StateDict(value), "nothing": StateDict()})
+    snapshot = Snapshot.take(
+        tmp_path / "s", {"v": StateDict(value), "nothing": StateDict()}, fsync=False
+    )
     back = snapshot.get_state_dict_for_key("v")
     assert back["plain"] == value["plain"]
     assert back["long"] == value["long"]
@@ -100,7 +102,7 @@ def test_pickle_is_refused_unless_it_is_allowed(tmp_path: Path) -> None:
         Snapshot.take(tmp_path / "s", state)
     with pytest.raises(SnapshotNotFoundError):
         Snapshot(tmp_path / "s").get_manifest()
-    Snapshot.take(tmp_path / "s", state, allow_pickle=True)
+    Snapshot.take(tmp_path / "s", state, allow_pickle=True, fsync=False)
     with pytest.raises(ts.UnsafeObjectError):
         Snapshot(tmp_path / "s").restore({"v": StateDict(path=None)})
     assert Snapshot(tmp_path / "s", allow_pickle=True).read_object("v/path") == Path("/x")
@@ -124,7 +126,7 @@ def test_training_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     step(model, optimizer)
     state = {"model": model, "optimizer": optimizer, "rng": RNGState(), "n": StateDict(step=1)}
     before = torch.get_rng_state()
-    Snapshot.take(tmp_path / "s", state)
+    Snapshot.take(tmp_path / "s", state, fsync=False)
     assert torch.equal(torch.get_rng_state(), before)
     expected = [step(model, optimizer) for _ in range(3)]
 
@@ -203,7 +205,7 @@ def test_tied_weights_are_written_once(tmp_path: Path) -> None:
             self.second.weight = self.first.weight
 
     model, other = Tied(), Tied()
-    snapshot = Snapshot.take(tmp_path / "s", {"model": model})
+    snapshot = Snapshot.take(tmp_path / "s", {"model": model}, fsync=False)
     assert sum(file.nbytes for file in snapshot.manifest.files) < 2 * 64 * 64 * 4 + 4096
     snapshot.restore({"model": other})
     assert torch.equal(other.second.weight, model.first.weight)
@@ -214,7 +216,9 @@ def test_tied_weights_are_written_once(tmp_path: Path) -> None:
 
 def test_safetensors_reads_the_files(tmp_path: Path) -> None:
     model = torch.nn.Linear(30, 7)
-    snapshot = Snapshot.take(tmp_path / "s", {"model": model, "x": StateDict(a=torch.ones(3))})
+    snapshot = Snapshot.take(
+        tmp_path / "s", {"model": model, "x": StateDict(a=torch.ones(3))}, fsync=False
+    )
     files = {file.name.split("-")[0]: file.name for file in snapshot.manifest.files}
     loaded = load_file(tmp_path / "s" / files["model"])
     assert loaded.keys() == {"weight", "bias"}
@@ -239,7 +243,7 @@ def test_transformers_loads_a_snapshot_of_a_model(tmp_path: Path) -> None:
 
 def test_large_state_is_spread_over_files_of_bounded_size(tmp_path: Path) -> None:
     stored = {f"w{i}": torch.randn(1000) for i in range(10)}
-    snapshot = Snapshot.take(tmp_path / "s", {"m": StateDict(stored)}, file_max=10_000)
+    snapshot = Snapshot.take(tmp_path / "s", {"m": StateDict(stored)}, file_max=10_000, fsync=False)
     sizes = [file.nbytes for file in snapshot.manifest.files]
     assert len(sizes) == 5
     assert max(sizes) <= 10_000 + 4096

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torchstore_core.errors import TorchStoreError
 
 __all__ = [
@@ -9,6 +11,7 @@ __all__ = [
     "BucketNotFoundError",
     "ForeignFileError",
     "NotAtomicError",
+    "NotWrittenError",
     "RankFailedError",
     "SnapshotAccessError",
     "SnapshotCorruptError",
@@ -115,9 +118,17 @@ class RankFailedError(SnapshotError):
 
 
 class SnapshotStorageError(SnapshotError, OSError):
-    """What stores snapshots has failed. ``details["path"]`` is the URL."""
+    """What stores snapshots has failed. ``details["path"]`` is the URL. If a file system has given
+    an ``errno``, it is in ``details``, too.
+    """
 
     code = "snapshot-storage"
+
+    def __init__(
+        self, message: str, *, key: str | None = None, details: dict[str, Any] | None = None
+    ) -> None:
+        super().__init__(message, key=key, details=details)
+        self.errno = self.details.get("errno")
 
 
 class NotAtomicError(SnapshotStorageError):
@@ -126,6 +137,19 @@ class NotAtomicError(SnapshotStorageError):
     """
 
     code = "snapshot-not-atomic"
+
+
+class NotWrittenError(SnapshotStorageError):
+    """A file system had no room for a file, or failed while it was written: the disk is full
+    (``errno`` is ENOSPC), a quota is used up (EDQUOT), the file would be larger than one may be
+    (EFBIG), or the disk is broken (EIO). What a take has written is removed then, by ``gc`` at the
+    latest.
+
+    ``details``: ``path``; ``file`` with the name of the file, or folder; and ``nbytes``, the size
+    that the file was to have, if that is known.
+    """
+
+    code = "snapshot-not-written"
 
 
 class SnapshotAccessError(SnapshotStorageError, PermissionError):

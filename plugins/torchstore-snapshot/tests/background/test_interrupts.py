@@ -99,7 +99,7 @@ async def test_a_cancelled_take_in_the_background(store: ts.Client, tmp_path: Pa
     try:
         take = asyncio.ensure_future(
             AsyncSnapshot.async_take(
-                tmp_path / "s", {"m": StateDict(w=tensor)}, memory_budget=16 * MIB
+                tmp_path / "s", {"m": StateDict(w=tensor)}, memory_budget=16 * MIB, fsync=False
             )
         )
 
@@ -112,7 +112,7 @@ async def test_a_cancelled_take_in_the_background(store: ts.Client, tmp_path: Pa
             await take
     finally:
         os.kill(writer.pid, signal.SIGCONT)
-    await (await AsyncSnapshot.async_take(tmp_path / "t", {"m": StateDict(w=tensor)}))
+    await (await AsyncSnapshot.async_take(tmp_path / "t", {"m": StateDict(w=tensor)}, fsync=False))
     assert not await ts.keys(PREFIX)
     # The writer removes what it has of the first take while it takes the second.
     await until(lambda: not (tmp_path / "s").exists(), 20)

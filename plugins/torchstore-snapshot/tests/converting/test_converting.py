@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 import torchstore_core as ts
 from torchstore_core.clients.values.sharding import ShardList
 from torchstore_snapshot import (
+    NotWrittenError,
     Snapshot,
     SnapshotCorruptError,
     SnapshotExistsError,
@@ -135,7 +137,7 @@ def test_nothing_is_unpickled_unless_allowed(tmp_path: Path) -> None:
         convert(tmp_path / "dcp", tmp_path / "s")
     assert not trap.exists()
     assert not (tmp_path / "s" / "snapshot.json").exists()
-    convert(tmp_path / "dcp", tmp_path / "s", allow_pickle=True)
+    convert(tmp_path / "dcp", tmp_path / "s", allow_pickle=True, fsync=False)
     assert trap.exists()
     assert Snapshot(tmp_path / "s").read_object("state_dict/b") == 1
 
@@ -211,7 +213,9 @@ def test_shards_become_whole(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(found["w"], torch.arange(24.0).view(4, 6))
-    Snapshot.take(tmp_path / "odd", {"m": StateDict(w=torch.ones(1, dtype=torch.complex128))})
+    Snapshot.take(
+        tmp_path / "odd", {"m": StateDict(w=torch.ones(1, dtype=torch.complex128))}, fsync=False
+    )
     with pytest.raises(ts.UnsupportedValueError, match="complex128"):
         convert(tmp_path / "odd", tmp_path / "out2", to="safetensors")
 
@@ -366,9 +370,18 @@ def test_a_full_disk(tmp_path: Path, to: Kind) -> None:
     with disk_of(tmp_path / "disk", 4 << 20) as disk:
         source = tmp_path / "s"
         if to == "snapshot":
-            convert(source, source := tmp_path / "plain", to="safetensors")
-        with pytest.raises(OSError, match="No space left"):
+            convert(source, source := tmp_path / "plain", to="safetensors", fsync=False)
+        with pytest.raises(NotWrittenError, match=r"No space left.*; free some space") as raised:
             convert(source, disk / "out", to=to)
+        details = raised.value.details
+        assert isinstance(raised.value, OSError)
+        assert raised.value.errno == details["errno"] == errno.ENOSPC
+        file = Path(details["path"], details["file"])
+        if to == "dcp":  # torch does not say which file it is
+            assert file == disk / "out"
+        else:
+            assert file.is_relative_to(disk / "out")
+            assert details["nbytes"] >= 2_000_000
         assert not [path for path in disk.rglob("*") if path.is_file()]
 
 
@@ -384,14 +397,16 @@ def test_what_cannot_be_converted(tmp_path: Path) -> None:
         convert(tmp_path / "s", tmp_path / "t", to="pt")  # type: ignore[arg-type]
     with pytest.raises(SnapshotExistsError):
         convert(DATA / "one-rank", tmp_path / "s")
-    convert(DATA / "one-rank", tmp_path / "s", overwrite=True)
+    convert(DATA / "one-rank", tmp_path / "s", overwrite=True, fsync=False)
     assert sorted(Snapshot(tmp_path / "s").manifest.shared) == ["optim", "x"]
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     with pytest.raises(SnapshotExistsError, match="not empty"):
         convert(tmp_path / "s", tmp_path / "full", to="dcp")
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["file"]
-    Snapshot.take(tmp_path / "fp8", {"m": StateDict(w=torch.ones(2).to(torch.float8_e5m2))})
+    Snapshot.take(
+        tmp_path / "fp8", {"m": StateDict(w=torch.ones(2).to(torch.float8_e5m2))}, fsync=False
+    )
     with pytest.raises(ts.UnsupportedValueError, match="float8"):
         convert(tmp_path / "fp8", tmp_path / "out", to="torchsnapshot")
     assert not (tmp_path / "out").exists()

@@ -250,7 +250,7 @@ from torchstore_snapshot.background import process
 await ts.connect({address!r})
 writer = process.the_writer().pid
 os.kill(writer, signal.SIGSTOP)
-Snapshot.async_take({path!r}, {{"m": StateDict(w=torch.ones(1000))}})
+Snapshot.async_take({path!r}, {{"m": StateDict(w=torch.ones(1000))}}, fsync=False)
 print(writer, flush=True)
 await asyncio.Event().wait()
 """

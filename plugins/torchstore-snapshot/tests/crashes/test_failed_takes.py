@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import pickle
+import resource
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +17,14 @@ from tests.support import SMALL, disk_of, running_store
 from torch.distributed.checkpoint import CheckpointException
 
 from torchstore_core.errors import ConfigurationError
-from torchstore_snapshot import Snapshot, SnapshotNotFoundError, StateDict, gc, snapshot_store
+from torchstore_snapshot import (
+    NotWrittenError,
+    Snapshot,
+    SnapshotNotFoundError,
+    StateDict,
+    gc,
+    snapshot_store,
+)
 from torchstore_snapshot.converting import convert
 from torchstore_snapshot.dcp import SnapshotStorageWriter
 from torchstore_snapshot.errors import SnapshotCorruptError
@@ -53,9 +63,28 @@ def save(path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("act", [take, async_take, save], ids=lambda act: act.__name__)
 def test_a_take_for_which_the_disk_is_too_small(disk: Path, act: Callable[[Path], None]) -> None:
-    with pytest.raises(OSError, match="No space left"):
-        act(disk / "runs" / "one" / "step-1")
+    folder = disk / "runs" / "one" / "step-1"
+    with pytest.raises(NotWrittenError, match=r"No space left.*; free some space there") as raised:
+        act(folder)
     assert left(disk) == []
+    for error in (raised.value, pickle.loads(pickle.dumps(raised.value))):
+        assert isinstance(error, OSError)
+        assert (error.errno, error.details["path"]) == (errno.ENOSPC, str(folder))
+        assert Path(error.details["file"]).suffix == ".safetensors"
+        assert error.details["nbytes"] == _LARGE.nbytes + 4096  # with a header
+        assert repr(error.details["file"]) in str(error)
+
+
+def test_a_file_that_is_larger_than_files_may_be(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(NotWrittenError, match="file_max") as raised:
+            take(tmp_path / "s")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert raised.value.errno == errno.EFBIG
+    assert left(tmp_path) == []
 
 
 def test_what_was_there_before_stays(disk: Path) -> None:
@@ -88,9 +117,11 @@ def test_a_take_whose_base_is_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to", ["snapshot", "safetensors"])
 def test_a_conversion_of_what_is_damaged(tmp_path: Path, to: str) -> None:
-    Snapshot.take(tmp_path / "s", {"m": StateDict(w=torch.ones(3000), v=torch.ones(3))})
+    Snapshot.take(
+        tmp_path / "s", {"m": StateDict(w=torch.ones(3000), v=torch.ones(3))}, fsync=False
+    )
     if to == "snapshot":
-        convert(str(tmp_path / "s"), str(tmp_path / "source"), to="safetensors")
+        convert(str(tmp_path / "s"), str(tmp_path / "source"), to="safetensors", fsync=False)
     else:
         (tmp_path / "s").rename(tmp_path / "source")
     (file,) = (tmp_path / "source").glob("*.safetensors")

@@ -178,9 +178,9 @@ def state(fill):
     return {{"m": StateDict(w=torch.full((3000,), fill), same=torch.ones(3000) / 3)}}
 
 series = Series({path!r}, keep_last=2)
-series.take("0", state(0.0))
-series.async_take("1", state(1.0)).wait(60)
-series.async_take("2", state(2.0)).wait(60)
+series.take("0", state(0.0), fsync=False)
+series.async_take("1", state(1.0), fsync=False).wait(60)
+series.async_take("2", state(2.0), fsync=False).wait(60)
 own = state(9.0)
 series.latest().restore(own)
 assert own["m"]["w"].tolist() == [2.0] * 3000

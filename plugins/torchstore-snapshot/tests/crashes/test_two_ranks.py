@@ -54,8 +54,9 @@ _TAKES = {
     "take": "Snapshot.take({url!r}, state, **options)",
     "async_take": "Snapshot.async_take({url!r}, state, **options).wait(60)",
 }
-_EXPECTED = {"RankFailedError", "OSError", "SnapshotStorageError", "SnapshotUnavailableError"}
-_EXPECTED |= {"SnapshotWriterError", "StoreClosedError", "StoreLostError", "KeyNotFoundError"}
+_EXPECTED = {"RankFailedError", "NotWrittenError", "SnapshotStorageError", "StoreLostError"}
+_EXPECTED |= {"SnapshotUnavailableError", "SnapshotWriterError", "StoreClosedError"}
+_EXPECTED |= {"KeyNotFoundError"}
 _FULL = "full disk"
 
 

@@ -270,9 +270,9 @@ READERS: dict[str, Callable[[Path, Path], object]] = {
     "show an object": lambda folder, _: show_object(str(folder), "m/grid"),
     "diff": lambda folder, _: compare(str(folder.parent / "1"), str(folder)),
     "gc": lambda folder, _: gc(folder.parent, dry_run=True),
-    "convert": lambda folder, out: convert(folder, out / "plain", to="safetensors"),
+    "convert": lambda folder, out: convert(folder, out / "plain", to="safetensors", fsync=False),
     "load_into_store": lambda folder, _: asyncio.run(load_into_store(folder, store_name=_STORE)),
-    "convert to dcp": lambda folder, out: convert(folder, out / "dcp", to="dcp"),
+    "convert to dcp": lambda folder, out: convert(folder, out / "dcp", to="dcp", fsync=False),
 }
 
 

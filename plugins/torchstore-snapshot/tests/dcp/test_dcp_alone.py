@@ -111,7 +111,9 @@ def test_a_checkpoint_restores_objects_and_a_take_loads(tmp_path: Path) -> None:
     snapshot.restore({"optim": fresh})
     assert torch.equal(fresh.state_dict()["state"][3]["exp_avg"], wanted["state"][3]["exp_avg"])
 
-    Snapshot.take(tmp_path / "t", {"model": model, "optim": optimizer, "p": StateDict(step=3)})
+    Snapshot.take(
+        tmp_path / "t", {"model": model, "optim": optimizer, "p": StateDict(step=3)}, fsync=False
+    )
     new_model, new_optimizer = trained()
     into = {"model": new_model.state_dict(), "optim": new_optimizer.state_dict(), "p": {"step": 0}}
     dcp.load(into, storage_reader=SnapshotStorageReader(tmp_path / "t"))
@@ -259,7 +261,7 @@ class Changed(DefaultLoadPlanner):
 def test_planners_that_change_what_is_saved_and_loaded(tmp_path: Path, store: ts.Client) -> None:
     where = str(tmp_path / "s")
     for writer, reader in (
-        (SnapshotStorageWriter(where), SnapshotStorageReader(where)),
+        (SnapshotStorageWriter(where, fsync=False), SnapshotStorageReader(where)),
         (TorchStoreWriter(where), TorchStoreReader(where)),
     ):
         state = {"w": torch.ones(3), "n": 4}

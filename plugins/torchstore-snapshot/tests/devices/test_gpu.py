@@ -136,7 +136,7 @@ def test_a_model_and_its_optimizer_come_back(tmp_path):
         return model, optimizer
 
     model, optimizer = trained()
-    snapshot = Snapshot.take(tmp_path / "s", {"model": model, "optimizer": optimizer})
+    snapshot = Snapshot.take(tmp_path / "s", {"model": model, "optimizer": optimizer}, fsync=False)
     other, its = trained()
     snapshot.restore({"model": other, "optimizer": its})
     for one, same in zip(model.parameters(), other.parameters(), strict=True):
@@ -215,7 +215,9 @@ def test_checkpoints_of_torch(tmp_path):
     state = {"w": value.to(DEVICE), "columns": value.to(DEVICE).t()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is one process
-        dcp.save(state, storage_writer=SnapshotStorageWriter(tmp_path / "s"), no_dist=True)
+        dcp.save(
+            state, storage_writer=SnapshotStorageWriter(tmp_path / "s", fsync=False), no_dist=True
+        )
         mine = {name: torch.zeros_like(each) for name, each in state.items()}
         dcp.load(mine, storage_reader=SnapshotStorageReader(tmp_path / "s"), no_dist=True)
     assert _same(mine["w"], value)
@@ -248,9 +250,9 @@ async def test_an_async_program_has_its_current_stream(tmp_path, background):
         value.fill_(3)
         state: Any = {"m": StateDict(w=value)}
         if background:
-            await (await async_snapshots.Snapshot.async_take(tmp_path / "s", state))
+            await (await async_snapshots.Snapshot.async_take(tmp_path / "s", state, fsync=False))
         else:
-            await async_snapshots.Snapshot.take(tmp_path / "s", state)
+            await async_snapshots.Snapshot.take(tmp_path / "s", state, fsync=False)
     assert (Snapshot(tmp_path / "s").get_state_dict_for_key("m")["w"] == 3).all()
 
 
@@ -261,7 +263,7 @@ def test_tensors_may_change_right_after_a_take(tmp_path, take):
         snapshot = _take(tmp_path / "s", {"w": value})
         value.fill_(2)
     else:
-        pending = Snapshot.async_take(tmp_path / "s", {"m": StateDict(w=value)})
+        pending = Snapshot.async_take(tmp_path / "s", {"m": StateDict(w=value)}, fsync=False)
         value.fill_(2)
         torch.cuda.synchronize()
         snapshot = pending.wait()
@@ -378,7 +380,7 @@ async def test_a_cancelled_take_has_stopped_reading(tmp_path):
     value = torch.ones(9 * MIB, dtype=torch.uint8, device=DEVICE)
     torch.cuda._sleep(LONG)
     state: Any = {"m": StateDict(w=value)}
-    task = asyncio.create_task(async_snapshots.Snapshot.take(tmp_path / "s", state))
+    task = asyncio.create_task(async_snapshots.Snapshot.take(tmp_path / "s", state, fsync=False))
     await asyncio.sleep(0.02)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -386,4 +388,4 @@ async def test_a_cancelled_take_has_stopped_reading(tmp_path):
     with pytest.raises(SnapshotNotFoundError):
         Snapshot(tmp_path / "s").get_manifest()
     value.zero_()
-    await async_snapshots.Snapshot.take(tmp_path / "s", state)
+    await async_snapshots.Snapshot.take(tmp_path / "s", state, fsync=False)

@@ -432,7 +432,7 @@ places = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 )
 def test_what_is_restored_is_what_was_taken(tmp_path, place, check, budget):
     value = _value(19 * MIB)
-    Snapshot.take(tmp_path / "s", {"m": StateDict(w=value)})
+    Snapshot.take(tmp_path / "s", {"m": StateDict(w=value)}, fsync=False)
     mine = place(*value.shape, value.dtype)
     _restore(tmp_path / "s", OnDevice(mine), check, budget=budget)
     assert torch.equal(bits(mine), bits(value))
@@ -448,7 +448,7 @@ def test_what_is_restored_is_what_was_taken(tmp_path, place, check, budget):
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_any_dtype_is_restored(tmp_path, place, dtype):
     value = _value(5 * MIB, dtype)
-    Snapshot.take(tmp_path / "s", {"m": StateDict(w=value)})
+    Snapshot.take(tmp_path / "s", {"m": StateDict(w=value)}, fsync=False)
     mine = place(*value.shape, dtype)
     _restore(tmp_path / "s", OnDevice(mine), "during")
     assert torch.equal(bits(mine), bits(value))
@@ -459,7 +459,7 @@ def test_any_dtype_is_restored(tmp_path, place, dtype):
 @pytest.mark.parametrize("columns", [slice(0, 500), slice(3, 470), slice(0, 1)], ids=str)
 def test_parts_are_restored(tmp_path, place, check, columns):
     value = _value(9 * MIB)
-    Snapshot.take(tmp_path / "s", {"m": StateDict(w=value)})
+    Snapshot.take(tmp_path / "s", {"m": StateDict(w=value)}, fsync=False)
     expected = value[7:4500, columns]
     part = TensorSlice((7, columns.start), tuple(expected.shape), tuple(value.shape))
     mine = place(*expected.shape, value.dtype)
@@ -469,7 +469,7 @@ def test_parts_are_restored(tmp_path, place, check, columns):
 
 def test_small_tensors_go_to_devices_and_to_the_host_in_one_restore(tmp_path):
     state = {f"t{i}": torch.full((i * 7 % 4099,), i) for i in range(900)}
-    Snapshot.take(tmp_path / "s", {"m": StateDict(**state)})
+    Snapshot.take(tmp_path / "s", {"m": StateDict(**state)}, fsync=False)
     snapshot = Snapshot(tmp_path / "s")
     mine = {name: torch.zeros_like(each) for name, each in state.items()}
     reads = []
@@ -488,7 +488,7 @@ def test_small_tensors_go_to_devices_and_to_the_host_in_one_restore(tmp_path):
 @pytest.mark.parametrize("budget", [None, 3 * MIB], ids=str)
 def test_damage_is_found(tmp_path, check: Literal["before", "during", "all"], budget):
     value = torch.full((BLOCK * 3,), 3, dtype=torch.uint8)
-    Snapshot.take(tmp_path / "s", {"m": StateDict(w=value)})
+    Snapshot.take(tmp_path / "s", {"m": StateDict(w=value)}, fsync=False)
     (file,) = (tmp_path / "s").glob("*.safetensors")
     data = bytearray(file.read_bytes())
     data[-BLOCK - 9] ^= 1
@@ -504,7 +504,7 @@ def test_damage_is_found(tmp_path, check: Literal["before", "during", "all"], bu
 @places
 def test_a_file_that_is_truncated_while_it_is_read(tmp_path, monkeypatch, place):
     value = _value(5 * MIB)
-    Snapshot.take(tmp_path / "s", {"m": StateDict(w=value)})
+    Snapshot.take(tmp_path / "s", {"m": StateDict(w=value)}, fsync=False)
     (file,) = (tmp_path / "s").glob("*.safetensors")
     window = Files.window
 
@@ -519,7 +519,7 @@ def test_a_file_that_is_truncated_while_it_is_read(tmp_path, monkeypatch, place)
 
 
 def test_work_that_reads_a_tensor_comes_before_its_restore(tmp_path):
-    Snapshot.take(tmp_path / "s", {"m": StateDict(w=torch.full((5 * MIB,), 2.0))})
+    Snapshot.take(tmp_path / "s", {"m": StateDict(w=torch.full((5 * MIB,), 2.0))}, fsync=False)
     mine = torch.ones(5 * MIB)
     with driver.on(driver.stream()):
         before = OnDevice(mine).clone()
@@ -531,7 +531,7 @@ def test_work_that_reads_a_tensor_comes_before_its_restore(tmp_path):
 def test_a_restore_without_page_locked_memory_only_takes_longer(tmp_path):
     driver.refuses = True
     value = _value(9 * MIB)
-    Snapshot.take(tmp_path / "s", {"m": StateDict(w=value)})
+    Snapshot.take(tmp_path / "s", {"m": StateDict(w=value)}, fsync=False)
     for place in PLACES.values():
         mine = place(*value.shape, value.dtype)
         with pytest.warns(RuntimeWarning, match="page-lock"):
@@ -542,7 +542,7 @@ def test_a_restore_without_page_locked_memory_only_takes_longer(tmp_path):
 
 def test_inference_tensors_are_restored(tmp_path):
     value = _value(5 * MIB)
-    Snapshot.take(tmp_path / "s", {"m": StateDict(w=value)})
+    Snapshot.take(tmp_path / "s", {"m": StateDict(w=value)}, fsync=False)
     mine = torch.zeros_like(value)
     with torch.inference_mode():
         target = OnDevice(mine)
@@ -555,7 +555,7 @@ def test_snapshots_may_be_taken_and_restored_in_inference_mode(tmp_path):
     """The threads that work for it are not in that mode."""
     value = _value(21 * MIB)
     expected = _expected(tmp_path, [value])
-    Snapshot.take(tmp_path / "s", {"m": StateDict(w=value)})
+    Snapshot.take(tmp_path / "s", {"m": StateDict(w=value)}, fsync=False)
     mine, columns = torch.zeros_like(value), torch.zeros_like(value.t()).t()
     targets = [OnDevice(mine), OnDevice(columns)]
     with torch.inference_mode():

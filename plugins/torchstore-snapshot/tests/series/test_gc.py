@@ -46,8 +46,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 def test_a_running_take_is_left_alone(place: str) -> None:
-    Snapshot.take(f"{place}/0", state(0))
-    running = prepare(f"{place}/1", state(1), Ranks.alone(), None, TakeOptions())
+    Snapshot.take(f"{place}/0", state(0), fsync=False)
+    running = prepare(f"{place}/1", state(1), Ranks.alone(), None, TakeOptions(fsync=False))
     part = write(running)
     report = gc(place, grace=0)
     assert report.running == (running.take,)
@@ -59,22 +59,22 @@ def test_a_running_take_is_left_alone(place: str) -> None:
 
 def test_the_base_of_a_running_take_is_left_alone(place: str) -> None:
     """At both moments: while it reads the base's manifest, and while it writes."""
-    Snapshot.take(f"{place}/0", state(0))
-    Snapshot.take(f"{place}/1", state(9))
+    Snapshot.take(f"{place}/0", state(0), fsync=False)
+    Snapshot.take(f"{place}/1", state(9), fsync=False)
     take = new_take_id()
     storage = open_storage(f"{place}/2")
     storage.prepare(durable=False)
     reading = Claim(storage, take, reading=True)
     assert gc(place, keep_last=1, grace=0, dry_run=True).files == ()
     reading.release()
-    options = TakeOptions(base=f"{place}/0")
+    options = TakeOptions(base=f"{place}/0", fsync=False)
     running = prepare(f"{place}/2", state(0), Ranks.alone(), None, options)
     part = write(running)
     assert running.files == []
     report = gc(place, keep_last=1, grace=0)
     assert report.dropped == ("0",)
     assert report.files == ()
-    Snapshot.take(f"{place}/1", state(5), overwrite=True)
+    Snapshot.take(f"{place}/1", state(5), overwrite=True, fsync=False)
     commit(running.storage, running.take, [part], running.options, claim=running.claim)
     assert gc(place, grace=0).files == ()
     assert not Snapshot(f"{place}/2").verify()
@@ -82,13 +82,13 @@ def test_the_base_of_a_running_take_is_left_alone(place: str) -> None:
 
 
 def test_a_base_that_is_replaced_while_a_take_refers_to_it(place: str) -> None:
-    Snapshot.take(f"{place}/0", state(0))
-    options = TakeOptions(base=f"{place}/0")
+    Snapshot.take(f"{place}/0", state(0), fsync=False)
+    options = TakeOptions(base=f"{place}/0", fsync=False)
     running = prepare(f"{place}/1", state(0), Ranks.alone(), None, options)
-    Snapshot.take(f"{place}/0", state(50), overwrite=True)
+    Snapshot.take(f"{place}/0", state(50), overwrite=True, fsync=False)
     commit(running.storage, running.take, [write(running)], options, claim=running.claim)
     assert not Snapshot(f"{place}/1").verify()
-    Snapshot.take(f"{place}/1", state(60), overwrite=True)
+    Snapshot.take(f"{place}/1", state(60), overwrite=True, fsync=False)
     assert gc(place, grace=0).files == ()  # what only the replaced snapshots had went with them
     kept = {file.name for file in Snapshot(f"{place}/0").manifest.files}
     assert {name for name in names(f"{place}/0") if name.endswith(".safetensors")} == kept
@@ -96,21 +96,22 @@ def test_a_base_that_is_replaced_while_a_take_refers_to_it(place: str) -> None:
 
 def test_the_last_snapshot_that_referred_to_files_is_replaced(place: str) -> None:
     """Those of a snapshot that was replaced earlier; but only if nobody can refer to them."""
-    Snapshot.take(f"{place}/0", state(0))
-    Snapshot.take(f"{place}/1", state(0), base=f"{place}/0")
-    Snapshot.take(f"{place}/2", state(0), base=f"{place}/0")
-    Snapshot.take(f"{place}/0", state(50), overwrite=True)
+    Snapshot.take(f"{place}/0", state(0), fsync=False)
+    Snapshot.take(f"{place}/1", state(0), base=f"{place}/0", fsync=False)
+    Snapshot.take(f"{place}/2", state(0), base=f"{place}/0", fsync=False)
+    Snapshot.take(f"{place}/0", state(50), overwrite=True, fsync=False)
     (old,) = {file.name for file in Snapshot(f"{place}/1").manifest.files if file.snapshot == "0"}
-    Snapshot.take(f"{place}/1", state(60), overwrite=True)
+    Snapshot.take(f"{place}/1", state(60), overwrite=True, fsync=False)
     assert old in names(f"{place}/0")
     storage = open_storage(f"{place}/2")
     data = storage.read(MANIFEST)
-    Snapshot.take(f"{place}/3", state(0), base=f"{place}/2")
+    Snapshot.take(f"{place}/3", state(0), base=f"{place}/2", fsync=False)
     storage.publish(MANIFEST, data[:-20], take="", overwrite=True, durable=False)
-    Snapshot.take(f"{place}/3", state(60), overwrite=True)  # the damaged one may refer to it
+    # The damaged one may refer to it.
+    Snapshot.take(f"{place}/3", state(60), overwrite=True, fsync=False)
     assert old in names(f"{place}/0")
     storage.publish(MANIFEST, data, take="", overwrite=True, durable=False)
-    Snapshot.take(f"{place}/2", state(60), overwrite=True)
+    Snapshot.take(f"{place}/2", state(60), overwrite=True, fsync=False)
     assert old not in names(f"{place}/0")
     for name in "0123":
         assert not Snapshot(f"{place}/{name}").verify()
@@ -118,7 +119,7 @@ def test_the_last_snapshot_that_referred_to_files_is_replaced(place: str) -> Non
 
 
 def test_a_take_that_fails_leaves_no_claim(place: str) -> None:
-    running = prepare(f"{place}/0", state(0), Ranks.alone(), None, TakeOptions())
+    running = prepare(f"{place}/0", state(0), Ranks.alone(), None, TakeOptions(fsync=False))
     write(running)
     discard(running)
     assert names(f"{place}/0") == []
@@ -134,8 +135,8 @@ def _pretend(path: str, take: str, **fields: object) -> None:
 
 
 def test_a_take_on_another_host(place: str) -> None:
-    Snapshot.take(f"{place}/0", state(0))
-    slow = prepare(f"{place}/1", state(1), Ranks.alone(), None, TakeOptions())
+    Snapshot.take(f"{place}/0", state(0), fsync=False)
+    slow = prepare(f"{place}/1", state(1), Ranks.alone(), None, TakeOptions(fsync=False))
     part = write(slow)
     _pretend(f"{place}/1", slow.take, host="elsewhere")
     assert gc(place, grace=60).running == (slow.take,)
@@ -165,7 +166,7 @@ def test_a_claim_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_files_without_a_claim_wait_for_the_grace(place: str) -> None:
     """As those of programs that do not publish claims."""
-    Snapshot.take(f"{place}/0", state(0))
+    Snapshot.take(f"{place}/0", state(0), fsync=False)
     storage = open_storage(f"{place}/0")
     storage.publish(
         f"m-{new_take_id()}-0-0.safetensors", b"1234", take="", overwrite=True, durable=False
@@ -182,15 +183,15 @@ def test_files_without_a_claim_wait_for_the_grace(place: str) -> None:
 
 
 def test_a_manifest_that_cannot_be_read_stops_it(place: str) -> None:
-    Snapshot.take(f"{place}/0", state(0))
-    Snapshot.take(f"{place}/1", state(0), base=f"{place}/0")
+    Snapshot.take(f"{place}/0", state(0), fsync=False)
+    Snapshot.take(f"{place}/1", state(0), base=f"{place}/0", fsync=False)
     storage = open_storage(f"{place}/1")
     data = storage.read(MANIFEST)
     storage.publish(MANIFEST, data[:-20], take="", overwrite=True, durable=False)
     report = gc(place, keep_last=1, grace=0)
     assert [*report.unreadable] == ["1"]
     assert (report.files, report.dropped) == ((), ())
-    Snapshot.take(f"{place}/0", state(7), overwrite=True)
+    Snapshot.take(f"{place}/0", state(7), overwrite=True, fsync=False)
     storage.publish(MANIFEST, data, take="", overwrite=True, durable=False)
     assert not Snapshot(f"{place}/1").verify()
 
@@ -214,7 +215,7 @@ await asyncio.sleep(60)
 
 
 async def test_a_take_that_is_killed(place: str) -> None:
-    Snapshot.take(f"{place}/0", state(0))
+    Snapshot.take(f"{place}/0", state(0), fsync=False)
     remote = place.startswith("s3")
     with Script(_DIES.format(path=f"{place}/1", upload=remote)) as script:
 
@@ -247,7 +248,7 @@ def of_all() -> Iterator[Path]:
 
 def test_a_folder_that_may_not_be_looked_into_stops_it(of_all: Path) -> None:
     """It may hold a snapshot that refers to others. Root may look everywhere, so not as root."""
-    Snapshot.take(of_all / "0", state(0))
+    Snapshot.take(of_all / "0", state(0), fsync=False)
     (of_all / "private").mkdir(mode=0)
     body = f"""
     import os
@@ -268,7 +269,7 @@ def test_a_folder_that_may_not_be_looked_into_stops_it(of_all: Path) -> None:
 
 def test_a_link_is_no_snapshot_of_its_own(tmp_path: Path) -> None:
     for step in range(3):
-        Snapshot.take(f"{tmp_path}/{step}", state(step))
+        Snapshot.take(f"{tmp_path}/{step}", state(step), fsync=False)
     (tmp_path / "latest").symlink_to("2")
     (tmp_path / "a-first").symlink_to("1")
     report = gc(tmp_path, keep_last=2, grace=0)
@@ -279,7 +280,7 @@ def test_a_link_is_no_snapshot_of_its_own(tmp_path: Path) -> None:
 
 
 def test_files_of_others_stay(tmp_path: Path) -> None:
-    Snapshot.take(f"{tmp_path}/0", state(0))
+    Snapshot.take(f"{tmp_path}/0", state(0), fsync=False)
     (tmp_path / "logs").mkdir()
     theirs = [
         tmp_path / "logs" / "train-202501021530-12345678.out",
@@ -325,10 +326,12 @@ def test_a_folder_goes_with_the_last_file_that_others_referred_to(tmp_path: Path
     kept = StateDict(w=torch.ones(3000))
     for step in range(3):
         base = f"{tmp_path}/{step - 1}" if step else None
-        Snapshot.take(f"{tmp_path}/{step}", {"m": kept, "n": StateDict(step=step)}, base=base)
+        Snapshot.take(
+            f"{tmp_path}/{step}", {"m": kept, "n": StateDict(step=step)}, base=base, fsync=False
+        )
     assert gc(tmp_path, keep_last=1).dropped == ("0", "1")
     assert sorted(os.listdir(tmp_path)) == ["0", "2"]
-    Snapshot.take(f"{tmp_path}/3", {"m": StateDict(w=torch.zeros(3000))})
+    Snapshot.take(f"{tmp_path}/3", {"m": StateDict(w=torch.zeros(3000))}, fsync=False)
     gc(tmp_path, keep_last=1)
     assert os.listdir(tmp_path) == ["3"]
 
@@ -345,7 +348,7 @@ def test_a_folder_whose_snapshot_others_have_removed_meanwhile_goes_with_the_cla
 
 def test_a_folder_in_the_place_of_a_map_does_not_end_a_collection(tmp_path: Path) -> None:
     for step in range(2):
-        Snapshot.take(tmp_path / str(step), state(step))
+        Snapshot.take(tmp_path / str(step), state(step), fsync=False)
     map_ = tmp_path / "1" / "m.safetensors.index.json"
     map_.unlink()
     map_.mkdir()

@@ -56,9 +56,9 @@ def holds(path: str, expected: StateDict) -> bool:
 
 
 def test_only_what_changed_is_written(place: str) -> None:
-    Snapshot.take(f"{place}/0", {"m": state()})
-    Snapshot.take(f"{place}/1", {"m": state({3: -1.0, 70: -2.0})}, base=f"{place}/0")
-    Snapshot.take(f"{place}/2", {"m": state({3: -1.0, 70: -3.0})}, base=f"{place}/1")
+    Snapshot.take(f"{place}/0", {"m": state()}, fsync=False)
+    Snapshot.take(f"{place}/1", {"m": state({3: -1.0, 70: -2.0})}, base=f"{place}/0", fsync=False)
+    Snapshot.take(f"{place}/2", {"m": state({3: -1.0, 70: -3.0})}, base=f"{place}/1", fsync=False)
     assert stored(f"{place}/1") <= 0.03 * stored(f"{place}/0")
     assert stored(f"{place}/2") <= 0.02 * stored(f"{place}/0")
     assert holds(f"{place}/0", state())
@@ -75,8 +75,8 @@ def test_only_what_changed_is_written(place: str) -> None:
 
 
 def test_what_is_referred_to_stays(place: str) -> None:
-    Snapshot.take(f"{place}/0", {"m": state()})
-    Snapshot.take(f"{place}/1", {"m": state({3: -1.0})}, base=f"{place}/0")
+    Snapshot.take(f"{place}/0", {"m": state()}, fsync=False)
+    Snapshot.take(f"{place}/1", {"m": state({3: -1.0})}, base=f"{place}/0", fsync=False)
     before = gc(place, keep_last=1, dry_run=True)
     assert before.dropped == ("0",)
     assert holds(f"{place}/0", state())
@@ -87,7 +87,7 @@ def test_what_is_referred_to_stays(place: str) -> None:
         Snapshot(f"{place}/0").get_manifest()
     assert holds(f"{place}/1", state({3: -1.0}))
     # Nothing in common with what was there: now the files can go.
-    Snapshot.take(f"{place}/2", {"m": state({i: -5.0 - i for i in range(100)})})
+    Snapshot.take(f"{place}/2", {"m": state({i: -5.0 - i for i in range(100)})}, fsync=False)
     report = gc(place, keep_last=1, grace=0)
     assert report.dropped == ("1",)
     assert {file.snapshot for file in report.files} == {"0", "1"}
@@ -98,12 +98,14 @@ def test_what_is_referred_to_stays(place: str) -> None:
 
 
 def test_overwriting_what_others_refer_to(place: str) -> None:
-    Snapshot.take(f"{place}/0", {"m": state()})
-    Snapshot.take(f"{place}/1", {"m": state({3: -1.0})}, base=f"{place}/0")
-    Snapshot.take(f"{place}/0", {"m": state({4: -4.0}, count=5)}, overwrite=True)
+    Snapshot.take(f"{place}/0", {"m": state()}, fsync=False)
+    Snapshot.take(f"{place}/1", {"m": state({3: -1.0})}, base=f"{place}/0", fsync=False)
+    Snapshot.take(f"{place}/0", {"m": state({4: -4.0}, count=5)}, overwrite=True, fsync=False)
     assert holds(f"{place}/1", state({3: -1.0}))
     # A base that is replaced by what refers to it.
-    Snapshot.take(f"{place}/1", {"m": state({9: -9.0})}, overwrite=True, base=f"{place}/1")
+    Snapshot.take(
+        f"{place}/1", {"m": state({9: -9.0})}, overwrite=True, base=f"{place}/1", fsync=False
+    )
     assert holds(f"{place}/1", state({9: -9.0}))
     gc(place, grace=0)
     assert holds(f"{place}/0", state({4: -4.0}, count=5))
@@ -111,8 +113,10 @@ def test_overwriting_what_others_refer_to(place: str) -> None:
 
 
 def test_in_the_background(tmp_path: Path) -> None:
-    Snapshot.take(tmp_path / "0", {"m": state()})
-    pending = Snapshot.async_take(tmp_path / "1", {"m": state({3: -1.0})}, base=tmp_path / "0")
+    Snapshot.take(tmp_path / "0", {"m": state()}, fsync=False)
+    pending = Snapshot.async_take(
+        tmp_path / "1", {"m": state({3: -1.0})}, base=tmp_path / "0", fsync=False
+    )
     pending.wait(60)
     assert stored(str(tmp_path / "1")) <= 0.03 * stored(str(tmp_path / "0"))
     assert holds(str(tmp_path / "1"), state({3: -1.0}))
@@ -121,7 +125,7 @@ def test_in_the_background(tmp_path: Path) -> None:
 
 
 def test_bases_that_cannot_be_used(tmp_path: Path) -> None:
-    Snapshot.take(tmp_path / "a/0", {"m": state(count=1)})
+    Snapshot.take(tmp_path / "a/0", {"m": state(count=1)}, fsync=False)
     with pytest.raises(SnapshotNotFoundError):
         Snapshot.take(tmp_path / "a/1", {"m": state(count=1)}, base=tmp_path / "a/nothing")
     with pytest.raises(ts.ConfigurationError, match="beside"):
@@ -135,7 +139,7 @@ def test_a_series(place: str) -> None:
     with pytest.raises(SnapshotNotFoundError):
         series.latest()
     for step in range(4):
-        series.take(str(step), {"m": state({step: -1.0})})
+        series.take(str(step), {"m": state({step: -1.0})}, fsync=False)
     assert series.names() == ["2", "3"]
     assert stored(f"{place}/3") <= 0.03 * stored(f"{place}/0")
     assert holds(series.latest().path, state({3: -1.0}))
@@ -145,7 +149,7 @@ def test_a_series(place: str) -> None:
 def test_a_series_in_the_background(tmp_path: Path) -> None:
     series = Series(tmp_path, keep_last=1)
     for step in range(3):
-        taken = series.async_take(str(step), {"m": state({step: -1.0})}).wait(60)
+        taken = series.async_take(str(step), {"m": state({step: -1.0})}, fsync=False).wait(60)
         assert series.names() == [str(step)]
         assert holds(taken.path, state({step: -1.0}))
     with pytest.raises(SnapshotExistsError):
@@ -161,7 +165,7 @@ def test_collections_beside_takes(tmp_path: Path) -> None:
         series = Series(tmp_path)
         try:
             for step in range(first, first + 12):
-                taken = series.take(str(step), {"m": state({step: -1.0}, count=20)})
+                taken = series.take(str(step), {"m": state({step: -1.0}, count=20)}, fsync=False)
                 with contextlib.suppress(SnapshotNotFoundError):  # dropped in the meantime
                     taken.get_manifest()
         except BaseException as error:
@@ -195,8 +199,8 @@ def test_collections_beside_takes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("harm", ["missing", "cut", "longer", "folder"])
 def test_a_file_of_the_base_that_is_not_whole_is_not_referred_to(place: str, harm: str) -> None:
-    Snapshot.take(f"{place}/0", {"m": state()})
-    Snapshot.take(f"{place}/1", {"m": state({3: -1.0})}, base=f"{place}/0")
+    Snapshot.take(f"{place}/0", {"m": state()}, fsync=False)
+    Snapshot.take(f"{place}/1", {"m": state({3: -1.0})}, base=f"{place}/0", fsync=False)
     storage = open_storage(f"{place}/0")
     (name,) = [info.name for info in storage.list() if info.name.endswith(".safetensors")]
     data = storage.read(name)
@@ -207,7 +211,7 @@ def test_a_file_of_the_base_that_is_not_whole_is_not_referred_to(place: str, har
         writer = storage.create(name, len(data) + (1 if harm == "longer" else -1))
         writer.write(0, data[:-1] if harm == "cut" else data + b"x")
         writer.close(durable=False)
-    Snapshot.take(f"{place}/2", {"m": state({3: -1.0, 4: -2.0})}, base=f"{place}/1")
+    Snapshot.take(f"{place}/2", {"m": state({3: -1.0, 4: -2.0})}, base=f"{place}/1", fsync=False)
     assert Snapshot(f"{place}/1").verify()  # damaged
     assert not Snapshot(f"{place}/2").verify()
     assert holds(f"{place}/2", state({3: -1.0, 4: -2.0}))
@@ -216,9 +220,11 @@ def test_a_file_of_the_base_that_is_not_whole_is_not_referred_to(place: str, har
 
 
 def test_files_of_a_replaced_snapshot_go_with_the_last_one_that_refers_to_them(place: str) -> None:
-    Snapshot.take(f"{place}/0", {"m": state()})
-    Snapshot.take(f"{place}/1", {"m": state({0: -1.0})}, base=f"{place}/0")
-    Snapshot.take(f"{place}/0", {"m": state(dict.fromkeys(range(100), -2.0))}, overwrite=True)
+    Snapshot.take(f"{place}/0", {"m": state()}, fsync=False)
+    Snapshot.take(f"{place}/1", {"m": state({0: -1.0})}, base=f"{place}/0", fsync=False)
+    Snapshot.take(
+        f"{place}/0", {"m": state(dict.fromkeys(range(100), -2.0))}, overwrite=True, fsync=False
+    )
     before = {info.name for info in open_storage(f"{place}/0").list()}
     assert gc(place).files == ()  # the other one needs them
     foreseen = gc(place, keep_last=1, dry_run=True)

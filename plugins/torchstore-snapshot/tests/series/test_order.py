@@ -40,9 +40,9 @@ def test_a_clock_that_goes_back_or_stands_still(
     for step in range(6):
         name = "fedcba"[step]
         if step % 2:
-            series.take(name, state(step))
+            series.take(name, state(step), fsync=False)
         else:  # without a base, and without Series
-            Snapshot.take(tmp_path / name, state(step))
+            Snapshot.take(tmp_path / name, state(step), fsync=False)
         now += step_s
         assert series.latest().path == str(tmp_path / name)
     assert series.names() == ["b", "a"]
@@ -53,7 +53,7 @@ def test_a_clock_that_goes_back_or_stands_still(
 
 def test_a_snapshot_whose_folder_another_collection_has_removed(tmp_path: Path) -> None:
     folder = tmp_path / "1"
-    Snapshot.take(folder, state(1))
+    Snapshot.take(folder, state(1), fsync=False)
     manifest = Snapshot(folder).manifest
     shutil.rmtree(folder)
     assert retire(LocalStorage(folder), manifest)
@@ -64,7 +64,7 @@ def test_a_snapshot_whose_folder_another_collection_has_removed(tmp_path: Path) 
 def test_snapshots_that_were_not_counted_are_the_oldest(tmp_path: Path) -> None:
     """Those of earlier versions of this package, in the order of their clocks."""
     for name in "ab":
-        Snapshot.take(tmp_path / name, state(1))
+        Snapshot.take(tmp_path / name, state(1), fsync=False)
         document = json.loads((tmp_path / name / MANIFEST).read_bytes())
         assert document.pop("head")["sequence"] == document["body"].pop("sequence") == 1
         document["body"]["created"] = 3e9 - ord(name)  # in the future, and "b" first
@@ -72,15 +72,15 @@ def test_snapshots_that_were_not_counted_are_the_oldest(tmp_path: Path) -> None:
         document["digest"] = digest_of(body.encode())
         text = json.dumps(document)[:-1] + f', "body": {body}}}'
         (tmp_path / name / MANIFEST).write_text(text)
-    Snapshot.take(tmp_path / "c", state(2))
+    Snapshot.take(tmp_path / "c", state(2), fsync=False)
     assert Series(tmp_path).names() == ["b", "a", "c"]
     assert gc(tmp_path, keep_last=1).kept == ("c",)
 
 
 def test_a_snapshot_is_newer_than_its_base_also_when_that_is_gone(tmp_path: Path) -> None:
     for step in range(3):
-        Snapshot.take(tmp_path / str(step), state(step))
-    options = TakeOptions(base=str(tmp_path / "2"))
+        Snapshot.take(tmp_path / str(step), state(step), fsync=False)
+    options = TakeOptions(base=str(tmp_path / "2"), fsync=False)
     running = prepare(str(tmp_path / "3"), state(2), Ranks.alone(), None, options)
     assert retire(LocalStorage(tmp_path / "2"), Snapshot(tmp_path / "2").manifest)
     commit(running.storage, running.take, [write(running)], options, claim=running.claim)
@@ -106,7 +106,7 @@ def test_what_replaces_a_snapshot_that_is_being_removed_stays(tmp_path: Path) ->
     put its own into that place.
     """
     folder = tmp_path / "0"
-    Snapshot.take(folder, state(1))
+    Snapshot.take(folder, state(1), fsync=False)
     slow = _Slow(folder)
     removing = threading.Thread(target=retire, args=(slow, Snapshot(folder).manifest))
     removing.start()
@@ -128,9 +128,9 @@ def test_what_replaces_a_snapshot_that_is_being_removed_stays(tmp_path: Path) ->
 
 def test_a_snapshot_that_is_being_replaced_is_not_removed(tmp_path: Path) -> None:
     folder = tmp_path / "0"
-    Snapshot.take(folder, state(1))
+    Snapshot.take(folder, state(1), fsync=False)
     before = Snapshot(folder).manifest
-    options = TakeOptions(overwrite=True)
+    options = TakeOptions(overwrite=True, fsync=False)
     running = prepare(str(folder), state(2), Ranks.alone(), None, options)
     assert not retire(LocalStorage(folder), before)
     commit(running.storage, running.take, [write(running)], options, claim=running.claim)
@@ -162,7 +162,7 @@ def test_a_take_on_another_host_whose_clock_is_another(
 
 
 def test_a_take_on_another_host_that_is_silent(tmp_path: Path) -> None:
-    running = prepare(str(tmp_path / "0"), state(1), Ranks.alone(), None, TakeOptions())
+    running = prepare(str(tmp_path / "0"), state(1), Ranks.alone(), None, TakeOptions(fsync=False))
     assert running.claim is not None
     running.claim.stop()
     path = tmp_path / "0" / claim_file(running.take)

@@ -54,11 +54,13 @@ def test_later_snapshots_are_removed_all_the_same(tmp_path: Path) -> None:
     """In a long run, one bad sector must not fill the disk."""
     series = Series(tmp_path, keep_last=2)
     for step in range(3):
-        Snapshot.take(tmp_path / str(step), state(step), base=tmp_path / "0" if step else None)
+        Snapshot.take(
+            tmp_path / str(step), state(step), base=tmp_path / "0" if step else None, fsync=False
+        )
     data = damage(tmp_path / "2")
     dead = dies(tmp_path / "dead", 5.0)
     for step in range(3, 8):
-        series.take(str(step), state(step))
+        series.take(str(step), state(step), fsync=False)
     assert series.names() == ["0", "1", "6", "7"]  # 3, 4 and 5 have gone
     assert not [*tmp_path.glob("[345]/*")]
     report = series.gc(grace=0)
@@ -77,9 +79,9 @@ def test_later_snapshots_are_removed_all_the_same(tmp_path: Path) -> None:
 
 def test_files_of_a_snapshot_that_is_gone_stay(tmp_path: Path) -> None:
     """The damaged snapshot refers to files of one that was removed before."""
-    Snapshot.take(tmp_path / "0", state(0))
-    Snapshot.take(tmp_path / "1", state(1), base=tmp_path / "0")
-    Snapshot.take(tmp_path / "2", {"m": StateDict(x=torch.zeros(5))})
+    Snapshot.take(tmp_path / "0", state(0), fsync=False)
+    Snapshot.take(tmp_path / "1", state(1), base=tmp_path / "0", fsync=False)
+    Snapshot.take(tmp_path / "2", {"m": StateDict(x=torch.zeros(5))}, fsync=False)
     assert gc(tmp_path, keep_last=2).dropped == ("0",)
     data = damage(tmp_path / "1")
     report = gc(tmp_path, keep_last=1, grace=0)
@@ -92,11 +94,11 @@ def test_files_of_a_snapshot_that_is_gone_stay(tmp_path: Path) -> None:
 def test_a_take_that_died_after_it_was_committed(tmp_path: Path) -> None:
     """Its claim is that of a dead take; but others refer to its files."""
     first = tmp_path / "0"
-    Snapshot.take(first, state(0))
+    Snapshot.take(first, state(0), fsync=False)
     take = Snapshot(first).manifest.take
     bury(Claim(open_storage(first), take), take)
-    Snapshot.take(tmp_path / "1", state(1), base=first)
-    Snapshot.take(first, {"m": StateDict(x=torch.zeros(5))}, overwrite=True)
+    Snapshot.take(tmp_path / "1", state(1), base=first, fsync=False)
+    Snapshot.take(first, {"m": StateDict(x=torch.zeros(5))}, overwrite=True, fsync=False)
     data = damage(tmp_path / "1")
     report = gc(tmp_path, grace=0)
     assert report.files == ()
@@ -106,19 +108,19 @@ def test_a_take_that_died_after_it_was_committed(tmp_path: Path) -> None:
 
 def test_a_damaged_head_is_not_believed(tmp_path: Path) -> None:
     for step in range(3):
-        Snapshot.take(tmp_path / str(step), state(step))
+        Snapshot.take(tmp_path / str(step), state(step), fsync=False)
     data = damage(tmp_path / "1")
     forged = data.replace(b'"sequence":2,', b'"sequence":0,', 1)
     assert forged != data
     (tmp_path / "1" / MANIFEST).write_bytes(forged[:-40])
-    Snapshot.take(tmp_path / "3", state(3))
+    Snapshot.take(tmp_path / "3", state(3), fsync=False)
     report = gc(tmp_path, keep_last=1, grace=0)
     assert (report.dropped, report.files, snapshots(report)) == ((), (), {"0", "2"})
 
 
 def test_one_of_a_newer_version(tmp_path: Path) -> None:
     for step in range(4):
-        Snapshot.take(tmp_path / str(step), state(step))
+        Snapshot.take(tmp_path / str(step), state(step), fsync=False)
     path = tmp_path / "1" / MANIFEST
     path.write_bytes(path.read_bytes().replace(b'"version":2', b'"version":9', 1))
     report = gc(tmp_path, keep_last=1, grace=0)

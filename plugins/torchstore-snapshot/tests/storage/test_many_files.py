@@ -72,10 +72,10 @@ async def test_conversions_of_many_files(tmp_path: Path) -> None:
 path = {str(tmp_path / "s")!r}
 model = {{f"l{{i}}": torch.full((10,), float(i)) for i in range(300)}}
 Snapshot.take(path, {{"model": StateDict(**model)}}, fsync=False)
-convert(path, path + "-other", to="torchsnapshot")
-convert(path + "-other", path + "-back")
-convert(path, path + "-files", to="safetensors", file_max=40)
-convert(path + "-files", path + "-again")
+convert(path, path + "-other", to="torchsnapshot", fsync=False)
+convert(path + "-other", path + "-back", fsync=False)
+convert(path, path + "-files", to="safetensors", file_max=40, fsync=False)
+convert(path + "-files", path + "-again", fsync=False)
 for end in ("-back", "-again"):
     back = Snapshot(path + end).get_state_dict_for_key("model")
     print(all(back[name].equal(value) for name, value in model.items()))

@@ -109,7 +109,7 @@ def test_tensors_beside_each_other_are_read_with_one_request(
     names = [f"w{at:03}" for at in range(count)]
     random.Random(2).shuffle(names)
     state = {name: torch.full((1000,), at) for at, name in enumerate(names)}
-    snapshot = Snapshot.take(tmp_path / "s", {"model": StateDict(**state)})
+    snapshot = Snapshot.take(tmp_path / "s", {"model": StateDict(**state)}, fsync=False)
     requests: list[tuple[int, int]] = []
     populate = MappedFile.populate
 

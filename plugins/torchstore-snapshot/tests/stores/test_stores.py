@@ -37,7 +37,7 @@ async def test_a_store_comes_back_with_its_versions(store: ts.Client, tmp_path: 
     for row in range(2):
         part = ts.TensorSlice((row * 2, 0), (2, 4), (4, 4), (2,), (row,))
         await store.put("shards", ts.TensorShard(torch.full((2, 4), float(row)), part))
-    snapshot = await snapshot_store(tmp_path / "s")
+    snapshot = await snapshot_store(tmp_path / "s", fsync=False)
     assert Snapshot(tmp_path / "s").read_object("w/value").equal(large)
     assert sorted(snapshot.manifest.store) == ["config", "packed", "policy", "shards", "w"]
 
@@ -67,7 +67,7 @@ async def test_all_versions_come_back(
         await store.put_state_dict(state, "policy", version=10 + step, keep=3)
     await store.put("policy@11", "another")
     await store.put_state_dict({"w": torch.ones(2)}, "z")
-    snapshot = await snapshot_store(tmp_path / "s")
+    snapshot = await snapshot_store(tmp_path / "s", fsync=False)
     assert snapshot.read_object("policy/n") == 3
     await ts.shutdown()
     again = await ts.initialize(**SMALL)
@@ -88,7 +88,7 @@ async def test_all_versions_come_back(
 async def test_a_prefix(store: ts.Client, tmp_path: Path) -> None:
     await store.put("a/x", 1)
     await store.put("b/x", 2)
-    snapshot = await snapshot_store(tmp_path / "s", prefix="a/")
+    snapshot = await snapshot_store(tmp_path / "s", prefix="a/", fsync=False)
     assert [*snapshot.manifest.store] == ["a/x"]
     assert snapshot.read_object("a/x/value") == 1
 
@@ -108,7 +108,7 @@ async def test_small_keys_share_files(store: ts.Client, tmp_path: Path) -> None:
     for i in range(70):
         await store.put_state_dict({"w": torch.full((10 + i,), float(i)), "n": i}, f"sd/{i}")
     await store.put_state_dict({"w": torch.ones(1)}, "store")  # a file is named like this key
-    snapshot = await snapshot_store(tmp_path / "s")
+    snapshot = await snapshot_store(tmp_path / "s", fsync=False)
     names = {file.name.partition("-")[0] for file in snapshot.manifest.files}
     # The largest state dicts have files of their own, and maps of weights; all others share one.
     assert len(names) == len(snapshot.manifest.files) == 65

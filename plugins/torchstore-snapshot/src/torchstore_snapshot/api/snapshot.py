@@ -242,7 +242,8 @@ class Snapshot:
 
         Raises:
             LayoutMismatchError: ``strict`` is set and something does not match, or tensors that are
-                tied here have different values in the snapshot.
+                tied here have different values in the snapshot; or two tensors share a part of
+                their memory and are not the same.
             SnapshotNotFoundError: there is no snapshot.
             SnapshotCorruptError: a file is missing, too short or changed.
             SnapshotFormatError: a newer version wrote the snapshot.

@@ -132,6 +132,7 @@ class Failed(msgspec.Struct, array_like=True, tag=True):
     """The take failed.
 
     Args:
+        code: of the error; empty if it is none of this package's tree, but an OSError.
         errno: 0 unless the storage failed.
         told: the other ranks know of it, as far as this rank can tell them.
     """
@@ -145,7 +146,7 @@ class Failed(msgspec.Struct, array_like=True, tag=True):
 
     def error(self) -> BaseException:
         """Return the error to raise in the program."""
-        if self.errno:
+        if not self.code:
             return OSError(self.errno, self.message)
         for name in own_errors.__all__:
             kind: type[SnapshotError] = getattr(own_errors, name)
@@ -157,7 +158,8 @@ class Failed(msgspec.Struct, array_like=True, tag=True):
     def of(cls, job: int, error: BaseException, *, told: bool = True) -> Failed:
         """Describe an error of the writer process."""
         if isinstance(error, TorchStoreError):
-            return cls(job, error.code, error.message, error.details, told=told)
+            number = error.errno if isinstance(error, OSError) else None
+            return cls(job, error.code, error.message, error.details, number or 0, told)
         if isinstance(error, OSError) and error.errno:
             return cls(job, "", error.strerror or str(error), {}, error.errno, told)
         text = f"the writer process failed: {error!r}"

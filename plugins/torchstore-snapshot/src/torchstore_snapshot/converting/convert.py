@@ -18,13 +18,17 @@ from torchstore_snapshot.converting.kinds import KINDS, Kind, detect
 from torchstore_snapshot.converting.safetensors_folders import from_safetensors, to_safetensors
 from torchstore_snapshot.converting.torchsnapshots import from_torchsnapshot
 from torchstore_snapshot.converting.torchsnapshots_out import to_torchsnapshot
-from torchstore_snapshot.errors import SnapshotExistsError, SnapshotNotFoundError
+from torchstore_snapshot.errors import (
+    NotWrittenError,
+    SnapshotExistsError,
+    SnapshotNotFoundError,
+)
 from torchstore_snapshot.format.manifest import Manifest, TensorEntry
 from torchstore_snapshot.format.paths import check_name, new_take_id
 from torchstore_snapshot.format.safetensors_files import FILE_MAX
 from torchstore_snapshot.restoring.files import Files
 from torchstore_snapshot.storage.local import LocalStorage, make_folders
-from torchstore_snapshot.storage.naming import naming_local, no_folder
+from torchstore_snapshot.storage.naming import naming_local, no_folder, not_written
 from torchstore_snapshot.storage.opening import is_remote, open_storage, path_text, read_manifest
 from torchstore_snapshot.storage.settings import using
 
@@ -223,12 +227,22 @@ def _at_once(destination: str, write: Callable[[str], None]) -> None:
         folder = os.path.join(parent, f".{name}-{new_take_id()}.tmp")
         try:
             _making(destination, lambda: os.mkdir(folder))
-            write(folder)
+            _write_beside(destination, folder, write)
             os.rename(folder, destination)  # which may be an empty folder
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             LocalStorage(parent).remove_if_empty(len(made))
             raise
+
+
+def _write_beside(destination: str, folder: str, write: Callable[[str], None]) -> None:
+    """Write a folder that is to be moved to ``destination``, and is called that in errors."""
+    try:
+        write(folder)
+    except NotWrittenError as error:
+        known = error.details
+        file = os.path.relpath(os.path.join(known["path"], known["file"]), folder)
+        raise not_written(destination, file, known["nbytes"], known["errno"]) from error
 
 
 def _making(destination: str, make: Callable[[], T]) -> T:

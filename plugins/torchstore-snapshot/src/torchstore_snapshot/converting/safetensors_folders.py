@@ -29,6 +29,7 @@ from torchstore_snapshot.format.safetensors_files import DTYPES, RESERVED, Store
 from torchstore_snapshot.restoring.files import Files
 from torchstore_snapshot.restoring.reading import empty_for, execute, plan_reads
 from torchstore_snapshot.storage.local import LocalReader, LocalStorage
+from torchstore_snapshot.storage.naming import naming_written
 from torchstore_snapshot.taking.strided import bytes_of
 
 __all__ = ["from_safetensors", "to_safetensors"]
@@ -210,7 +211,8 @@ def to_safetensors(
             "weight_map": placed,
         }
         data = msgspec.json.format(msgspec.json.encode(index))
-        with open(os.path.join(folder, f"model{_INDEX}"), "wb") as file:
+        where = os.path.join(folder, f"model{_INDEX}")
+        with naming_written(where, len(data)), open(where, "wb") as file:
             file.write(data)
     if fsync:
         storage.flush([f"model{_INDEX}"] if len(groups) > 1 else [])

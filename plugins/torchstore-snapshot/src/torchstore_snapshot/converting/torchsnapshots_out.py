@@ -28,6 +28,7 @@ from torchstore_snapshot.dcp.reading import load_values
 from torchstore_snapshot.format.manifest import Entries, Manifest, ObjectEntry
 from torchstore_snapshot.restoring.files import Files
 from torchstore_snapshot.restoring.reading import empty_for, execute, plan_reads, read_piece
+from torchstore_snapshot.storage.naming import naming_written
 from torchstore_snapshot.taking.strided import bytes_of
 
 __all__ = ["to_torchsnapshot"]
@@ -194,7 +195,8 @@ class _Folder:
         """Write a file."""
         where = os.path.join(self._folder, *name.split("/"))
         os.makedirs(os.path.dirname(where), exist_ok=True)
-        with open(where, "xb") as file:
+        nbytes = sum(memoryview(part).nbytes for part in parts)
+        with naming_written(where, nbytes), open(where, "xb") as file:
             for part in parts:
                 file.write(part)
             if self._fsync:

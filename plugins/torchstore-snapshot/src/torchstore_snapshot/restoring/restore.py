@@ -16,8 +16,13 @@ from torchstore_core.clients.state_dicts.getting import StateDictReport
 from torchstore_core.clients.values import nesting
 from torchstore_core.clients.values.codec import PICKLE, decode_object
 from torchstore_core.clients.values.differences import mismatch_error
-from torchstore_core.clients.values.overlaps import are_disjoint, extent
-from torchstore_core.clients.values.sharding import is_sharded
+from torchstore_core.clients.values.overlaps import (
+    are_disjoint,
+    extent,
+    find_overlap,
+    overlap_error,
+)
+from torchstore_core.clients.values.sharding import is_sharded, local_parts
 from torchstore_core.clients.values.tensors import slice_box
 from torchstore_core.errors import ConfigurationError, LayoutMismatchError
 from torchstore_core.values import ObjectMeta, TensorSlice
@@ -81,7 +86,8 @@ def restore(
         manifest_of: returns the manifest; what it raises is told to the other ranks, too.
 
     Raises:
-        LayoutMismatchError: ``strict`` is set and something does not match; nothing was written.
+        LayoutMismatchError: ``strict`` is set and something does not match, or two destinations
+            share a part of their memory; nothing was written.
         SnapshotCorruptError: the snapshot is damaged; nothing was written, unless ``verify`` is
             ``"streaming"``.
         UnsafeObjectError: a value was pickled, and ``allow_pickle`` is False.
@@ -125,7 +131,8 @@ def _plan(
     """Compare what this rank has with what it gets.
 
     Raises:
-        LayoutMismatchError: ``strict`` is set and something does not match.
+        LayoutMismatchError: ``strict`` is set and something does not match; or two destinations
+            share a part of their memory.
     """
     available = manifest.of_rank(ranks.rank)
     new_rank = ranks.rank >= manifest.world_size
@@ -142,7 +149,10 @@ def _plan(
         report.unexpected += filled.report.unexpected
         report.mismatched |= filled.report.mismatched
         planned.filled.append((key, stateful, filled))
-    _compare_tied(planned)
+    reads = [read for _, _, filled in planned.filled for read in filled.reads]
+    if not are_disjoint([r.target.data_ptr() for r in reads], [extent(r.target) for r in reads]):
+        _refuse_overlaps(planned)
+        _compare_tied(planned, reads)
     if report and strict:
         hint = ""
         if new_rank and report.missing and any(manifest.own):
@@ -155,14 +165,31 @@ def _plan(
     return planned
 
 
-def _compare_tied(planned: _Planned) -> None:
+def _refuse_overlaps(planned: _Planned) -> None:
+    """Refuse destinations that share a part of their memory, and are not the same tensor: what is
+    in that part afterwards would depend on which of them is filled last.
+
+    Raises:
+        LayoutMismatchError: names two of them.
+    """
+    paths: list[str] = []
+    tensors: list[torch.Tensor] = []
+    for key, _, filled in planned.filled:
+        for name, value in filled.values.items():
+            path = f"{key}/{name}"
+            parts = [part for part, _ in local_parts(path, value)] if is_sharded(value) else [value]
+            paths += [path] * len(parts)
+            tensors += parts
+    found = find_overlap(tensors)
+    if found is not None:
+        raise overlap_error(paths[found[0]], paths[found[1]])
+
+
+def _compare_tied(planned: _Planned, reads: Sequence[Read]) -> None:
     """Find entries with different values that would be read into one and the same tensor, such as
     those of a model whose weights were not tied when it was taken. They are mismatched, except for
     the first one, which is what that tensor gets.
     """
-    reads = [read for _, _, filled in planned.filled for read in filled.reads]
-    if are_disjoint([r.target.data_ptr() for r in reads], [extent(r.target) for r in reads]):
-        return
     firsts: dict[object, Read] = {}
     mismatched = planned.report.mismatched
     for read in reads:

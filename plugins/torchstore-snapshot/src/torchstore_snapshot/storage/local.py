@@ -15,7 +15,7 @@ from torchstore_snapshot.format.paths import new_take_id, temporary
 from torchstore_snapshot.storage.base import FileInfo, First, Mapping
 from torchstore_snapshot.storage.descriptors import NO_FILE, OpenForReading
 from torchstore_snapshot.storage.mapping import map_file
-from torchstore_snapshot.storage.naming import naming_local
+from torchstore_snapshot.storage.naming import naming_local, naming_written
 
 __all__ = ["LocalReader", "LocalStorage", "LocalWriter", "make_folders"]
 
@@ -33,30 +33,40 @@ _NO_SNAPSHOTS = {"lost+found"}
 
 
 class LocalWriter:
-    """A new file. Any number of threads write to it."""
+    """A new file. Any number of threads write to it.
+
+    Args:
+        path: where it is while it is written.
+        nbytes: its size.
+        final: where it will be, for errors; None: where it is.
+    """
 
     random_access = True
 
-    def __init__(self, path: str, nbytes: int) -> None:
+    def __init__(self, path: str, nbytes: int, final: str | None = None) -> None:
         self._path = path
-        self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
-        try:
-            os.ftruncate(self._file, nbytes)
-        except OSError:
-            self.abort()
-            raise
+        self._naming = functools.partial(naming_written, final or path, nbytes)
+        with self._naming():
+            self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+            try:
+                os.ftruncate(self._file, nbytes)
+            except OSError:
+                self.abort()
+                raise
 
     def write(self, offset: int, data: Any) -> None:
         rest = memoryview(data)
-        while rest.nbytes:
-            written = os.pwrite(self._file, rest, offset)
-            offset += written
-            rest = rest[written:]
+        with self._naming():
+            while rest.nbytes:
+                written = os.pwrite(self._file, rest, offset)
+                offset += written
+                rest = rest[written:]
 
     def write_parts(self, offset: int, parts: Sequence[Any]) -> None:
         for start in range(0, len(parts), _PARTS_MAX):
             some = parts[start : start + _PARTS_MAX]
-            written = os.pwritev(self._file, some, offset)
+            with self._naming():
+                written = os.pwritev(self._file, some, offset)
             for part in some:
                 nbytes = memoryview(part).nbytes
                 if written < nbytes:  # of a full disk, or a huge request, not everything is written
@@ -65,11 +75,12 @@ class LocalWriter:
                 written = max(written - nbytes, 0)
 
     def close(self, *, durable: bool) -> None:
-        try:
-            if durable:
-                os.fsync(self._file)
-        finally:
-            self._release()
+        with self._naming():
+            try:
+                if durable:
+                    os.fsync(self._file)
+            finally:
+                self._release()
 
     def abort(self) -> None:
         if self._file >= 0:
@@ -246,7 +257,7 @@ class LocalStorage:
         whole = self._in(temporary(name, take))
         writer: LocalWriter | None = None
         try:
-            writer = LocalWriter(whole, len(data))
+            writer = LocalWriter(whole, len(data), self._in(name))
             writer.write(0, data)
             writer.close(durable=durable)
             if durable:
@@ -359,15 +370,16 @@ def _no_folder(path: str) -> ForeignFileError:
 
 def _flush(path: str) -> None:
     """Return when a file, or what a folder lists, would survive a power failure."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(file)
-    except OSError as error:
-        # Some file systems cannot flush folders: they have no other way to lose what is in them.
-        if error.errno not in _UNSUPPORTED or not os.path.isdir(path):
-            raise
-    finally:
-        os.close(file)
+    with naming_written(path):
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(file)
+        except OSError as error:
+            # Some file systems cannot flush folders: they cannot lose what is in them otherwise.
+            if error.errno not in _UNSUPPORTED or not os.path.isdir(path):
+                raise
+        finally:
+            os.close(file)
 
 
 def _rename_new(old: str, new: str) -> None:

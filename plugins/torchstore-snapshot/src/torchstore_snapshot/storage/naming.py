@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import sys
 from collections.abc import Iterator
 
@@ -15,12 +16,13 @@ from torchstore_core.errors import TorchStoreError
 from torchstore_core.server.spilling.objects.answers import NO_BUCKET, REFUSED, error_code
 from torchstore_snapshot.errors import (
     BucketNotFoundError,
+    NotWrittenError,
     SnapshotAccessError,
     SnapshotStorageError,
     SnapshotUnavailableError,
 )
 
-__all__ = ["naming", "naming_local", "no_folder"]
+__all__ = ["naming", "naming_local", "naming_written", "no_folder", "not_written"]
 
 _BUSY = {
     "InternalError",
@@ -56,6 +58,14 @@ _UNREACHABLE = [
 # What a file system answers that does not let this process do something, or has no such names.
 _NOT_PERMITTED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _NO_NAME = {errno.ENAMETOOLONG, errno.ELOOP}
+# What one answers that has no room for something, and what to do about it.
+_NO_ROOM = {
+    errno.ENOSPC: "free some space there, or give another path",
+    errno.EDQUOT: "free some space there, have the quota raised, or give another path",
+    errno.EFBIG: "write smaller files (file_max=), or raise the limit of this process (ulimit -f)",
+}
+# What says so when something is written, and only then.
+_NOT_WRITTEN = {**_NO_ROOM, errno.EIO: "the disk may be broken; give another path"}
 # What is not a failure of the storage: its callers handle these.
 _PLAIN = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, EOFError)
 
@@ -79,8 +89,8 @@ def naming(url: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming_local(path: str) -> Iterator[None]:
-    """Raise errors that say that a local folder cannot be used as those of this package, with the
-    same ``errno``. All others remain what they are.
+    """Raise errors that say that a local folder cannot be used, or has no room, as those of this
+    package, with the same ``errno``. All others remain what they are.
     """
     try:
         yield
@@ -88,30 +98,66 @@ def naming_local(path: str) -> Iterator[None]:
         raise
     except OSError as error:
         found: SnapshotStorageError
+        details = {"path": path, "errno": error.errno}
         if error.errno in _NOT_PERMITTED:
             found = SnapshotAccessError(
                 f"no access to {path!r} ({error}); give another path, or change who may use this "
                 "one, or how its file system is mounted",
-                details={"path": path},
+                details=details,
             )
         elif error.errno in _NO_NAME:
             found = SnapshotStorageError(
-                f"{path!r} cannot be a folder here ({error}); give another path",
-                details={"path": path},
+                f"{path!r} cannot be a folder here ({error}); give another path", details=details
             )
+        elif error.errno in _NO_ROOM:
+            file = error.filename if isinstance(error.filename, str) else path
+            found = not_written(*os.path.split(file), None, error.errno)
         else:
             raise
-        found.errno = error.errno
         raise found from error
+
+
+@contextlib.contextmanager
+def naming_written(path: str, nbytes: int | None = None) -> Iterator[None]:
+    """Raise errors that say that a local file, or folder, could not be written as those of this
+    package, with the same ``errno``. All others remain what they are.
+
+    Args:
+        nbytes: the size that it was to have, if that is known.
+    """
+    try:
+        yield
+    except TorchStoreError:
+        raise
+    except OSError as error:
+        if error.errno not in _NOT_WRITTEN:
+            raise
+        folder, name = os.path.split(path)
+        raise not_written(folder, name, nbytes, error.errno) from error
+
+
+def not_written(path: str, file: str, nbytes: int | None, code: int) -> NotWrittenError:
+    """Return the error of a file that could not be written.
+
+    Args:
+        path: the folder.
+        nbytes: the size that it was to have, if that is known.
+        code: the ``errno`` that says why.
+    """
+    of = "" if nbytes is None else f" of {nbytes:,} bytes"
+    return NotWrittenError(
+        f"{file!r}{of} could not be written in {path!r} ({os.strerror(code)}); "
+        f"{_NOT_WRITTEN[code]}, and try again: what was written is removed, by gc at the latest",
+        details={"path": path, "file": file, "nbytes": nbytes, "errno": code},
+    )
 
 
 def no_folder(path: str, error: OSError) -> SnapshotStorageError:
     """Return the error of a folder that cannot be made, though there is one above it."""
-    found = SnapshotStorageError(
-        f"no folder can be made at {path!r} ({error}); give another path", details={"path": path}
+    return SnapshotStorageError(
+        f"no folder can be made at {path!r} ({error}); give another path",
+        details={"path": path, "errno": error.errno},
     )
-    found.errno = error.errno
-    return found
 
 
 def _named(error: Exception, url: str) -> Exception:

@@ -259,14 +259,7 @@ def check_apart(targets: Iterable[Target], plain: Iterable[Plain]) -> dict[int, 
     if found is not None:
         for at in found:  # memory that a tensor has given back may be another's by now
             check_storage(of[at].key, tensors[at])
-        both = sorted([of[at].key for at in found])
-        raise LayoutMismatchError(
-            f"the destinations of {both[0]!r} and {both[1]!r} overlap in memory, and each would "
-            "overwrite a part of the other; give each of them memory of its own (the very same "
-            "tensor may be given for both); nothing was written",
-            key=both[0],
-            details={"overlapping": both},
-        )
+        raise overlaps.overlap_error(of[found[0]].key, of[found[1]].key)
     return {of[at].at: of[first].at for at, first in again.items()}
 
 

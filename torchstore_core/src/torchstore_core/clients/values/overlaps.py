@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from torchstore_core.errors import LayoutMismatchError
+
 Steps = tuple[tuple[int, int], ...]
 
 
@@ -86,6 +88,18 @@ def find_overlap(
                 again[at] = first.at
     found = _find([*places.values()])
     return None if found is None else (min(found), max(found))
+
+
+def overlap_error(first: str, second: str) -> LayoutMismatchError:
+    """The error for two destinations, given by their keys, that share some of their memory."""
+    both = sorted([first, second])
+    return LayoutMismatchError(
+        f"the destinations of {both[0]!r} and {both[1]!r} overlap in memory, and each would "
+        "overwrite a part of the other; give each of them memory of its own (the very same tensor "
+        "may be given for both); nothing was written",
+        key=both[0],
+        details={"overlapping": both},
+    )
 
 
 def _place(at: int, start: int, tensor: torch.Tensor) -> Place:
