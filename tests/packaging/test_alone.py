@@ -120,7 +120,7 @@ def test_a_store_without_network_transports_has_no_port(tmp_path: Path) -> None:
     """Where the strategies and one transport for volumes of the same process are all there is."""
     names = ["torchstore-core", "torchstore-inprocess", "torchstore-strategies"]
     alone = Alone(tmp_path / "venv", names)
-    done = alone.run("-c", _STORE, cwd=tmp_path, timeout=120)
+    done = alone.run("-c", _STORE, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "refused: ['inprocess']\nrefused: ['inprocess']\nsockets: []\n"
 

@@ -406,7 +406,7 @@ async def test_an_error_that_cannot_be_printed_as_json_is_still_a_line(store: ts
     with os.fdopen(writer, "wb") as closed, open("/dev/full", "wb") as full:
         for out in (closed, full):
             ended = await asyncio.to_thread(
-                subprocess.run, command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=60
+                subprocess.run, command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=300
             )
             assert ended.stderr == "torchstore: key-not-found: no such key: 'missing'\n"
             assert ended.returncode == 1

@@ -138,7 +138,7 @@ def test_a_process_may_end_while_a_thread_waits_for_its_peer() -> None:
         [sys.executable, "-c", textwrap.dedent(_ENDS)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "end\nlate"), done.stderr

@@ -272,6 +272,6 @@ for arguments in (["ls", {0!r}], ["show", {0!r}], ["verify", {0!r}], ["diff", {0
 def test_looking_needs_no_torch(taken: Path) -> None:
     program = _NO_TORCH.format(str(taken))
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr

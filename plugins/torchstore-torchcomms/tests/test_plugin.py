@@ -27,7 +27,7 @@ def _asked(folder: Path) -> list[str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=300,
     )
     return done.stdout.splitlines()
 

@@ -34,7 +34,7 @@ class Example:
         command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation"]
         command += ["--no-index", "--quiet", "--disable-pip-version-check"]
         command += ["--target", str(folder / "site"), str(folder / "source")]
-        subprocess.run(command, check=True, timeout=100)
+        subprocess.run(command, check=True, timeout=300)
         return folder / "site"
 
     @staticmethod

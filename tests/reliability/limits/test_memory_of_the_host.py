@@ -127,7 +127,7 @@ def shell_in(group: Path) -> list[str]:
 
 def run_in(group: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [*shell_in(group), sys.executable, "-P", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_a_store_larger_than_the_limit_of_a_cgroup(group: Path, tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ async def _store(_of_the_module: None) -> AsyncIterator[None]:
     """
     await settled(Account(1, 0), 20)  # of the test before, if something is left
     before = await status_of("Wait")
-    other = asyncio.ensure_future(ts.wait("bystander"))
+    other = asyncio.ensure_future(ts.wait("bystander", timeout=300))
     await until(lambda: _another_wait(before))
     yield
     assert not other.done()

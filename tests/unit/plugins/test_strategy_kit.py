@@ -293,7 +293,7 @@ def test_a_place_that_does_not_return_is_named(tmp_path: Path) -> None:
     path.write_text(BLOCKING)
     options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "-k", "names_enough"]
     command = [sys.executable, "-m", "pytest", *options, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert "not done after 0.1 s: Blocking.place has not returned" in done.stdout
     assert "it is at test_blocking.py:" in done.stdout
 

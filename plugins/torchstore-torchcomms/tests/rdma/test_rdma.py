@@ -292,7 +292,7 @@ def test_the_probe_says_what_is_missing_and_imports_nothing(build: str, tmp_path
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=300,
     ).stdout.splitlines()
     expected = {
         "stand-in": "None",
