@@ -58,7 +58,7 @@ def take_sharded(folder: str, mesh_shape: list[int], spec: str, background: bool
     state["m"]["mine"] = torch.full((4,), float(dist.get_rank()))
     state["m"]["equal"] = torch.arange(3)
     if background:
-        snapshot = Snapshot.async_take(folder, state, fsync=False).wait(60)
+        snapshot = Snapshot.async_take(folder, state, fsync=False).wait(300)
     else:
         snapshot = Snapshot.take(folder, state, fsync=False)
     return snapshot.manifest.world_size
@@ -191,7 +191,7 @@ def take_in_background_with_a_failing_rank(folder: str, how: str) -> tuple[str, 
     failing = dist.get_rank() == 1
     state = StateDict(x=torch.full((100_000,), float(dist.get_rank())))
     options: dict[str, Any] = {}
-    Snapshot.async_take(folder + "-before", {"m": state}, fsync=False).wait(60)
+    Snapshot.async_take(folder + "-before", {"m": state}, fsync=False).wait(300)
     writer = process.the_writer().pid
     if failing and how == "arguments":
         options["memory_budget"] = 0
@@ -201,7 +201,7 @@ def take_in_background_with_a_failing_rank(folder: str, how: str) -> tuple[str, 
     dist.barrier()
     begun = time.monotonic()
     try:
-        Snapshot.async_take(folder, {"m": state}, fsync=False, **options).wait(60)
+        Snapshot.async_take(folder, {"m": state}, fsync=False, **options).wait(300)
     except (ts.TorchStoreError, OSError) as error:
         return type(error).__name__, time.monotonic() - begun
     finally:
@@ -236,7 +236,7 @@ def stage_state(values: bool, spec: str) -> tuple[int, StateDict]:
 def take_stages(folder: str, background: bool) -> None:
     state = {"m": stage_state(True, "0")[1]}
     if background:
-        Snapshot.async_take(folder, state, replicated=["m/declared"], fsync=False).wait(60)
+        Snapshot.async_take(folder, state, replicated=["m/declared"], fsync=False).wait(300)
     else:
         Snapshot.take(folder, state, replicated=["m/declared"], fsync=False)
 

@@ -69,7 +69,7 @@ def test_a_function_hears_of_a_take_in_the_background(tmp_path: Path) -> None:
         memory_budget=8 << 20,
         progress=lambda *each: seen.append(each),
     )
-    pending.wait(60)
+    pending.wait(300)
     assert seen[-1] == (nbytes, nbytes)
     assert [done for done, _ in seen] == sorted({done for done, _ in seen})
 
@@ -89,13 +89,13 @@ def test_a_function_that_raises_ends_the_take(tmp_path: Path, budget: int | None
     def take() -> None:
         Snapshot.async_take(
             tmp_path / "s", state, fsync=False, memory_budget=budget, progress=fails
-        ).wait(60)
+        ).wait(300)
 
     with pytest.raises(ValueError, match="of 100000000"):
         take()
     # It may have been committed before it could be given up.
     pending = Snapshot.async_take(tmp_path / "s", state, fsync=False, overwrite=True)
-    assert not pending.wait(60).verify()
+    assert not pending.wait(300).verify()
 
 
 def _shows(terminal: int, title: str) -> bool:
@@ -119,7 +119,7 @@ def test_bars_appear_on_terminals_only(
             monkeypatch.setattr(sys, "stderr", terminal)
             Snapshot.take(tmp_path / "u", state, fsync=False, progress=True)
             assert _shows(ours, "taking")
-            Snapshot.async_take(tmp_path / "v", state, fsync=False, progress=True).wait(60)
+            Snapshot.async_take(tmp_path / "v", state, fsync=False, progress=True).wait(300)
             assert _shows(ours, "taking")
             Snapshot(tmp_path / "u").restore(state, progress=True)
             assert _shows(ours, "restoring")

@@ -56,7 +56,7 @@ def take(how: str, folder: Path, fill: float, *, overwrite: bool) -> None:
         except CheckpointException as error:
             raise error.failures[0][0] from error
     elif how == "background":
-        Snapshot.async_take(folder, state(fill), overwrite=overwrite, fsync=False).wait(60)
+        Snapshot.async_take(folder, state(fill), overwrite=overwrite, fsync=False).wait(300)
     else:
         Snapshot.take(folder, state(fill), overwrite=overwrite, fsync=False)
 

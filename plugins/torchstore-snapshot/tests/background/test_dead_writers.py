@@ -31,7 +31,7 @@ def test_what_a_dead_writer_leaves_is_collected(tmp_path: Path, keep_last: int |
     pending = series.async_take("lost", state, fsync=False)
     os.kill(writer.pid, signal.SIGKILL)
     with pytest.raises(SnapshotWriterError):
-        pending.wait(60)
+        pending.wait(300)
     left = everything(tmp_path)
     if keep_last is None:
         report = gc(tmp_path / "run")
@@ -39,7 +39,7 @@ def test_what_a_dead_writer_leaves_is_collected(tmp_path: Path, keep_last: int |
         assert len(report.dead) == 1
         assert [f"run/{file.snapshot}/{file.name}" for file in report.files] == left
     else:  # the next take collects it
-        series.async_take("next", state, fsync=False).wait(60)
+        series.async_take("next", state, fsync=False).wait(300)
     assert not (tmp_path / "run/lost").exists()
     if keep_last:
         assert not any("claim" in name for name in everything(tmp_path))
@@ -55,9 +55,9 @@ def test_a_store_that_ends_before_everything_is_written(tmp_path: Path) -> None:
     finally:
         os.kill(writer.pid, signal.SIGCONT)
     with pytest.raises(SnapshotWriterError, match="take the snapshot again") as raised:
-        pending.wait(60)
+        pending.wait(300)
     assert raised.value.details["path"] == str(tmp_path / "s")
-    Snapshot.async_take(tmp_path / "s", state, fsync=False).wait(60)
+    Snapshot.async_take(tmp_path / "s", state, fsync=False).wait(300)
 
 
 def test_a_store_may_end_when_everything_was_read() -> None:

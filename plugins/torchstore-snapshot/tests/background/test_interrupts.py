@@ -41,7 +41,7 @@ from torchstore_snapshot import Snapshot, StateDict
 from torchstore_snapshot.background import process
 memory = mmap.mmap(-1, 64 << 20)
 state = {{"m": StateDict(w=torch.frombuffer(memory, dtype=torch.uint8))}}
-Snapshot.async_take({folder!r} + "/0", {{"m": StateDict(w=torch.ones(9))}}, fsync=False).wait(60)
+Snapshot.async_take({folder!r} + "/0", {{"m": StateDict(w=torch.ones(9))}}, fsync=False).wait(300)
 writer = process.the_writer().pid
 
 def interrupt(*_):
@@ -78,7 +78,7 @@ libc = ctypes.CDLL(None)
 address = state["m"]["w"].data_ptr()
 assert libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(64 << 20), 0) == 0  # no access
 os.kill(writer, signal.SIGCONT)
-Snapshot.async_take({folder!r} + "/2", {{"m": StateDict(n=2)}}, fsync=False).wait(60)
+Snapshot.async_take({folder!r} + "/2", {{"m": StateDict(n=2)}}, fsync=False).wait(300)
 assert libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(64 << 20), 3) == 0
 assert not staged()
 """
@@ -125,7 +125,7 @@ async def test_a_cancelled_take(tmp_path: Path) -> None:
 
     def advance(done: int, total: int) -> None:
         loop.call_soon_threadsafe(written.set)
-        assert go_on.wait(60)
+        assert go_on.wait(300)
 
     take = asyncio.ensure_future(
         AsyncSnapshot.take(
@@ -158,7 +158,7 @@ async def test_a_cancelled_restore_writes_nothing_more(tmp_path: Path) -> None:
 
     def advance(done: int, total: int) -> None:
         loop.call_soon_threadsafe(read.set)
-        assert go_on.wait(60)
+        assert go_on.wait(300)
 
     target = torch.zeros(64 * MIB, dtype=torch.uint8)
     restore = asyncio.ensure_future(

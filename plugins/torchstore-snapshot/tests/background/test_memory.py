@@ -35,7 +35,7 @@ state = {{"m": StateDict(a=tensors[0], b=tensors[1])}}
 # The processes, and what they import, are there before, and until the end.
 bounded.begin()
 small = {{"m": StateDict(w=torch.ones(99).view(9, -1).t())}}
-Snapshot.async_take(folder + "/before", small, fsync=False, memory_budget=budget).wait(60)
+Snapshot.async_take(folder + "/before", small, fsync=False, memory_budget=budget).wait(300)
 print("ready", flush=True)
 while not os.path.exists(folder + "/go"):
     await asyncio.sleep(0.01)
@@ -122,7 +122,7 @@ _AFTER_ANOTHER = """
 import os
 from torchstore_snapshot import Snapshot, StateDict
 folder = {folder!r}
-Snapshot.async_take(folder + "/small", {{"m": StateDict(w=torch.ones(9))}}, fsync=False).wait(60)
+Snapshot.async_take(folder + "/small", {{"m": StateDict(w=torch.ones(9))}}, fsync=False).wait(300)
 state = {{"m": StateDict({{f"w{{i}}": torch.full((1 << 20,), float(i)) for i in range(24)}})}}
 print("ready", flush=True)
 while not os.path.exists(folder + "/go"):
@@ -156,7 +156,7 @@ from torchstore_snapshot import Snapshot, StateDict
 from torchstore_snapshot.background.stores import bounded_name
 folder, budget = {folder!r}, {budget}
 small = {{"m": StateDict(w=torch.ones(9))}}
-Snapshot.async_take(folder + "/before", small, fsync=False, memory_budget=budget).wait(60)
+Snapshot.async_take(folder + "/before", small, fsync=False, memory_budget=budget).wait(300)
 (writer,) = commands(b"torchstore_snapshot.background.writer", children())
 
 def written():
@@ -179,7 +179,7 @@ try:
     await until(two_batches_are_there)
 finally:
     os.kill(writer, signal.SIGCONT)
-(await take).wait(60)
+(await take).wait(300)
 print("written")
 """
 

@@ -38,11 +38,11 @@ mark, started = _running.mark, _running.started
 
 _TAKES = {
     "take": "Snapshot.take(path, state, overwrite=True, fsync=False, file_max=500_000)",
-    "async_take": "Snapshot.async_take(path, state, overwrite=True, fsync=False).wait(60)",
+    "async_take": "Snapshot.async_take(path, state, overwrite=True, fsync=False).wait(300)",
     "two at once": """
         pending = [Snapshot.async_take(path, state, overwrite=True, fsync=False) for _ in "ab"]
         for each in pending:
-            each.wait(60)
+            each.wait(300)
     """,
 }
 _PROGRAM = """
@@ -206,7 +206,7 @@ if {rank} == {dies}:
     print(writer, flush=True)
     os.kill(who, signal.SIGKILL)
 try:
-    pending.wait(60)
+    pending.wait(300)
 except ts.TorchStoreError as error:
     print(type(error).__name__, error, flush=True)
 os._exit(0)

@@ -35,7 +35,7 @@ while True:
     n += 1
     name = str(n % 12) if {{names}} else str(n)
     if {{background}}:
-        series.async_take(name, state(n), overwrite=True, fsync=False).wait(60)
+        series.async_take(name, state(n), overwrite=True, fsync=False).wait(300)
     else:
         series.take(name, state(n), overwrite=True, fsync=False, file_max=30_000)
     print(n, flush=True)

@@ -36,7 +36,7 @@ def test_a_full_disk(small_disk: Path, background: bool) -> None:
 
     def take() -> None:
         if background:
-            Snapshot.async_take(folder, large, overwrite=True).wait(60)
+            Snapshot.async_take(folder, large, overwrite=True).wait(300)
         else:
             Snapshot.take(folder, large, overwrite=True)
 
@@ -86,7 +86,7 @@ def test_a_disk_that_is_full_at_any_moment(small_disk: Path, how: str) -> None:
         name = "1" if how == "overwrite" else "2"
         try:
             if how == "background":
-                Snapshot.async_take(folder / name, state(step + 1)).wait(60)
+                Snapshot.async_take(folder / name, state(step + 1)).wait(300)
             else:
                 base = folder / "1" if how == "base" else None
                 overwrite = how == "overwrite"
@@ -179,8 +179,8 @@ def state(fill):
 
 series = Series({path!r}, keep_last=2)
 series.take("0", state(0.0), fsync=False)
-series.async_take("1", state(1.0), fsync=False).wait(60)
-series.async_take("2", state(2.0), fsync=False).wait(60)
+series.async_take("1", state(1.0), fsync=False).wait(300)
+series.async_take("2", state(2.0), fsync=False).wait(300)
 own = state(9.0)
 series.latest().restore(own)
 assert own["m"]["w"].tolist() == [2.0] * 3000

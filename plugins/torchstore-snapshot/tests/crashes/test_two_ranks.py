@@ -52,7 +52,7 @@ os._exit(0)
 """
 _TAKES = {
     "take": "Snapshot.take({url!r}, state, **options)",
-    "async_take": "Snapshot.async_take({url!r}, state, **options).wait(60)",
+    "async_take": "Snapshot.async_take({url!r}, state, **options).wait(300)",
 }
 _EXPECTED = {"RankFailedError", "NotWrittenError", "SnapshotStorageError", "StoreLostError"}
 _EXPECTED |= {"SnapshotUnavailableError", "SnapshotWriterError", "StoreClosedError"}

@@ -262,7 +262,7 @@ def test_a_folder_that_may_not_be_looked_into_stops_it(of_all: Path) -> None:
         assert ([*report.unreadable], report.files) == (["private"], ())
         return
     with Script(body) as script:
-        script._process.wait(60)
+        script._process.wait(300)
         script._out.seek(0)
         assert script._out.read() == "['private'] ()\n"
 

@@ -117,7 +117,7 @@ def test_in_the_background(tmp_path: Path) -> None:
     pending = Snapshot.async_take(
         tmp_path / "1", {"m": state({3: -1.0})}, base=tmp_path / "0", fsync=False
     )
-    pending.wait(60)
+    pending.wait(300)
     assert stored(str(tmp_path / "1")) <= 0.03 * stored(str(tmp_path / "0"))
     assert holds(str(tmp_path / "1"), state({3: -1.0}))
     assert gc(tmp_path).running == ()
@@ -149,7 +149,7 @@ def test_a_series(place: str) -> None:
 def test_a_series_in_the_background(tmp_path: Path) -> None:
     series = Series(tmp_path, keep_last=1)
     for step in range(3):
-        taken = series.async_take(str(step), {"m": state({step: -1.0})}, fsync=False).wait(60)
+        taken = series.async_take(str(step), {"m": state({step: -1.0})}, fsync=False).wait(300)
         assert series.names() == [str(step)]
         assert holds(taken.path, state({step: -1.0}))
     with pytest.raises(SnapshotExistsError):

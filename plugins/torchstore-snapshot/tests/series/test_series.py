@@ -21,7 +21,7 @@ def test_options_hold_for_what_a_background_take_returns(tmp_path: Path) -> None
     state = {"m": StateDict(x=torch.ones(2), pickled=Fraction(1, 3))}
     pending = series.async_take("1", state, allow_pickle=True, fsync=False)
     own = StateDict(x=torch.zeros(2), pickled=None)
-    pending.wait(60).restore({"m": own})
+    pending.wait(300).restore({"m": own})
     assert own["pickled"] == Fraction(1, 3)
     assert own["x"].tolist() == [1, 1]
 
@@ -53,7 +53,7 @@ def test_a_base_of_ones_own(tmp_path: Path) -> None:
         folders[name] = {file.snapshot for file in taken.manifest.files}
     assert folders == {"newest": {"1"}, "none": {""}, "given": {"1"}}
     pending = series.async_take("background", state, base=None, fsync=False)
-    assert {file.snapshot for file in pending.wait(60).manifest.files} == {""}
+    assert {file.snapshot for file in pending.wait(300).manifest.files} == {""}
 
 
 class _Overtaken(StateDict):
@@ -77,7 +77,7 @@ def test_a_base_that_others_have_dropped_meanwhile(tmp_path: Path, background: b
     state = _Overtaken(x=torch.arange(5000.0))
     state.series, state.rest = tmp_path, ["2"]
     if background:
-        taken = series.async_take("3", {"m": state}, fsync=False).wait(60)
+        taken = series.async_take("3", {"m": state}, fsync=False).wait(300)
     else:
         taken = series.take("3", {"m": state}, fsync=False)
     assert (state.rest, series.names()) == ([], ["2", "3"])

@@ -96,7 +96,7 @@ def hurried_writer(folder: Path) -> process.WriterProcess:
     """The process that writes, with the priority of this one: where others keep all processors
     busy, importing what talks to object stores would take it minutes.
     """
-    Snapshot.async_take(folder, {"m": StateDict(n=1)}, fsync=False).wait(60)
+    Snapshot.async_take(folder, {"m": StateDict(n=1)}, fsync=False).wait(300)
     writer = process.the_writer()
     for thread in os.listdir(f"/proc/{writer.pid}/task"):
         with contextlib.suppress(PermissionError, ProcessLookupError):  # or it has just ended
@@ -107,7 +107,7 @@ def hurried_writer(folder: Path) -> process.WriterProcess:
 def test_in_the_background(store: Any, tmp_path: Path) -> None:
     hurried_writer(tmp_path / "local")
     pending = Snapshot.async_take(URL, {"m": state(4)})
-    assert same(StateDict(pending.wait(60).get_state_dict_for_key("m")), state(4))
+    assert same(StateDict(pending.wait(300).get_state_dict_for_key("m")), state(4))
     assert len(open_storage(URL).list()) == 3
     with pytest.raises(ts.ConfigurationError, match="another process"):
         Snapshot.async_take("memory://x/y", {"m": state(4)})
@@ -137,12 +137,12 @@ def test_settings_of_the_program(unknown_server: dict[str, Any], tmp_path: Path)
     hurried_writer(tmp_path / "local")
     Snapshot.take(URL, {"m": state(1)}, **unknown_server)
     pending = Snapshot.async_take(f"{URL}-b", {"m": state(2)}, base=URL, **unknown_server)
-    assert same(StateDict(pending.wait(60).get_state_dict_for_key("m")), state(2))
+    assert same(StateDict(pending.wait(300).get_state_dict_for_key("m")), state(2))
     own = state(9)
     Snapshot(URL, **unknown_server).restore({"m": own})
     assert same(own, state(1))
     series = Series(URL.rpartition("/")[0], keep_last=2, **unknown_server)
-    series.async_take("step-2", {"m": state(3)}).wait(60)
+    series.async_take("step-2", {"m": state(3)}).wait(300)
     assert series.names() == ["step-1-b", "step-2"]
     assert series.latest().read_object("m/n") == 3
     report = gc(URL.rpartition("/")[0], keep_last=1, dry_run=True, **unknown_server)
@@ -234,7 +234,7 @@ def test_a_take_leaves_no_claim_that_its_writer_could_not_remove(
     resource.prlimit(writer.pid, resource.RLIMIT_NOFILE, (3, 3))  # nor gets one
     try:
         with pytest.raises((ts.TorchStoreError, OSError)) as raised:
-            Snapshot.async_take(URL, {"m": state(1)}).wait(60)
+            Snapshot.async_take(URL, {"m": state(1)}).wait(300)
         assert not isinstance(raised.value, SnapshotWriterError)
         assert writer.alive
     finally:

@@ -89,7 +89,7 @@ async def test_an_upload_that_is_never_answered(
 
     def wait(environ: dict[str, Any]) -> None:
         if environ["REQUEST_METHOD"] == "PUT" and environ["PATH_INFO"].endswith(".safetensors"):
-            go.wait(60)
+            go.wait(300)
 
     store.before = wait
     before = asked()
