@@ -110,7 +110,7 @@ def test_the_kit_passes_with_nothing_else(package: str, tmp_path: Path) -> None:
 
 def _passed(alone: Alone, kit: Path, *arguments: str) -> Counter[str]:
     """Run the kit; how many tests have passed of each transport, while none has failed."""
-    done = alone.run("-m", "pytest", "-v", "-ra", "test_kit.py", *arguments, cwd=kit, timeout=280)
+    done = alone.run("-m", "pytest", "-v", "-ra", "test_kit.py", *arguments, cwd=kit, timeout=550)
     print(done.stdout[-20_000:], done.stderr[-5_000:])
     assert done.returncode == 0
     return Counter(re.findall(r"::Test_(\w+)::\S+ PASSED", done.stdout))
