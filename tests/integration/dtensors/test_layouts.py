@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.integration.dtensors.layouts import SS, Layout, R, S, every_rank, roomy, same, value_of
 from tests.integration.servers import ServerThread
-from tests.profiles import few, half
+from tests.profiles import each, few
 from tests.unit.plugins.test_plugins import OBSERVERS, TRANSPORTS, Site
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -266,7 +266,7 @@ class moving:
 WAYS = st.sampled_from(["messages", "window", "counted"])
 
 
-@half()
+@each()
 @given(way=WAYS, transfer=transfers())
 def test_any_layout_is_read_in_any_other(ways: Ways, way: str, transfer: tuple[Put, Layout]):
     """Bit for bit, in place and new, whole and in parts; and only what is wanted is moved."""
@@ -295,7 +295,7 @@ def test_any_layout_of_a_large_tensor_is_read_in_any_other(ways: Ways, data: st.
     ways.runner.run(_there_and_back(ways, "window", put, data.draw(layouts(len(shape)))))
 
 
-@half()
+@each()
 @given(way=WAYS, several=st.lists(puts(), min_size=2, max_size=4))
 def test_layout_shape_and_dtype_may_change_from_version_to_version(
     ways: Ways, way: str, several: list[Put]
@@ -342,7 +342,7 @@ def dicts(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], list[Layout], list[
     return tensors, *sides
 
 
-@half()
+@each()
 @given(way=WAYS, drawn=dicts())
 def test_a_state_dict_of_any_layouts_is_read_in_any_others(
     ways: Ways,
