@@ -526,7 +526,9 @@ async def test_a_forked_child_has_no_part_in_being_a_member() -> None:
 
 
 async def test_a_server_that_ends_takes_no_more_members() -> None:
-    """Stopped between the two messages of its last member, say."""
+    """Stopped between the two messages of its last member, say. It may end before it has looked for
+    new connections; then there is no server any more.
+    """
     runtime = LocalRuntime(members=True)
     address = await runtime.start(StoreOptions("m", capacity=32 << 20, prefault=0), None)
     try:
@@ -539,7 +541,7 @@ async def test_a_server_that_ends_takes_no_more_members() -> None:
             await asyncio.sleep(0)
         os.kill(runtime.server_pid, signal.SIGCONT)
         assert await leaving is True
-        with pytest.raises(ts.StoreClosedError, match="last rank has left"):
+        with pytest.raises(ts.StoreClosedError, match="last rank has left|^no store at"):
             await joining
     finally:
         await runtime.stop(5)
