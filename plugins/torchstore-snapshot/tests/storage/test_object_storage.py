@@ -41,6 +41,7 @@ from torchstore_snapshot.background import process
 from torchstore_snapshot.dcp import SnapshotStorageReader, SnapshotStorageWriter
 from torchstore_snapshot.format.paths import MANIFEST
 from torchstore_snapshot.restoring import fetching, reading
+from torchstore_snapshot.restoring.restore import Verify
 from torchstore_snapshot.storage import remote
 from torchstore_snapshot.storage.opening import open_storage
 
@@ -275,6 +276,28 @@ def test_a_part_of_a_tensor_takes_its_own_bytes(store: Any) -> None:
     assert torch.equal(Snapshot(URL).read_object("m/w", tensor_slice=columns), whole[:, 512:])
     assert store.sent <= whole.nbytes + (64 << 10) + manifest
     assert len(store.requests) <= 6
+
+
+def test_what_lies_between_rows_that_are_far_apart_is_not_read(store: Any) -> None:
+    """To read it would take longer than to ask for each row."""
+    whole = torch.arange(6 << 20, dtype=torch.int16).view(6, 1 << 20)
+    Snapshot.take(URL, {"m": StateDict(w=whole)})
+    manifest = len(open_storage(URL).read(MANIFEST))
+    box = ts.TensorSlice((0, 5000), (6, 2048), (6, 1 << 20))
+    modes: list[Verify] = [True, "streaming", False]
+    for verify in modes:
+        mine = ts.TensorShard(torch.zeros(6, 2048, dtype=torch.int16), box)
+        store.reset()
+        Snapshot(URL).restore({"m": StateDict(w=mine)}, verify=verify)
+        assert torch.equal(mine.tensor, whole[:, 5000:7048])
+        assert store.sent <= mine.tensor.nbytes + (64 << 10) + manifest
+        assert len(store.ranges) == 6
+    for budget in (None, 1 << 20):
+        store.reset()
+        found = Snapshot(URL).read_object("m/w", tensor_slice=box, memory_budget_bytes=budget)
+        assert torch.equal(found, mine.tensor)
+        assert store.sent <= mine.tensor.nbytes + (64 << 10) + manifest
+        assert len(store.ranges) == 6
 
 
 def test_reads_are_coalesced_and_not_repeated(store: Any) -> None:

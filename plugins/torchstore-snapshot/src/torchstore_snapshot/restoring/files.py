@@ -68,7 +68,9 @@ class Files:
 
     @property
     def gap(self) -> int:
-        """Bytes between two ranges up to which one request for both costs less than two."""
+        """Bytes between two ranges up to which one request for both costs less than two: a request
+        costs as much as to read :attr:`.Storage.request_size` bytes.
+        """
         return self._storage.request_size - 1
 
     @property

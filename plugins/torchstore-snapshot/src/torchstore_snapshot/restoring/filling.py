@@ -30,7 +30,7 @@ from torchstore_snapshot.restoring.mappings import address_of
 from torchstore_snapshot.taking.strided import bytes_of
 from torchstore_snapshot.threads import task_size
 
-__all__ = ["Read", "fills", "strides_of", "tasks"]
+__all__ = ["Read", "apart", "fills", "strides_of", "tasks"]
 
 # Bytes of a part; of one that is copied from a mapped file: a task has several of these.
 _PART, _MAPPED = 16 << 20, 4 << 20
@@ -74,14 +74,26 @@ class Read:
         has several. None if it is all of the span.
         """
         begin, end = self.span
-        several = [d for d, extent in enumerate(self.box.shape) if extent > 1]
-        if end - begin == self.target.nbytes or not several:
+        first = self.first if end - begin != self.target.nbytes else None
+        if first is None:
             return None
         strides = strides_of(self.source.shape)
-        first = several[0]
-        last = sum((self.box.shape[d] - 1) * strides[d] for d in several[1:])
+        inner = [*zip(self.box.shape, strides, strict=True)][first + 1 :]
+        last = sum((extent - 1) * stride for extent, stride in inner)
         itemsize = self.target.itemsize
         return Rows((last + 1) * itemsize, strides[first] * itemsize)
+
+    @property
+    def first(self) -> int | None:
+        """The box's first dimension that has several indices; None if there is none."""
+        return next((dim for dim, extent in enumerate(self.box.shape) if extent > 1), None)
+
+    def narrow(self, dim: int, start: int, count: int) -> Read:
+        """Return the read of ``count`` indices of a dimension, from ``start`` on in the box."""
+        box, offset, shape = self.box, [*self.box.offset], [*self.box.shape]
+        offset[dim], shape[dim] = box.offset[dim] + start, count
+        box = boxes.Box(tuple(offset), tuple(shape))
+        return replace(self, box=box, target=self.target.narrow(dim, start, count))
 
     @property
     def range(self) -> Range | None:
@@ -105,6 +117,18 @@ def fills(read: Read) -> bool:
     begin, end = read.span
     target = read.target
     return target.is_contiguous() and end - begin == target.nbytes
+
+
+def apart(read: Read, gap: int) -> Iterator[Read]:
+    """Divide a read into those of its rows, if more than ``gap`` bytes lie between two of them. The
+    rows of an inner dimension are never further from each other than those of an outer one.
+    """
+    rows, dim = read.rows, read.first
+    if rows is None or dim is None or rows.stride - rows.nbytes <= gap:
+        yield read
+        return
+    for index in range(read.box.shape[dim]):
+        yield from apart(read.narrow(dim, index, 1), gap)
 
 
 def tasks(
@@ -340,17 +364,12 @@ def _cut(read: Read, most: int, *, spans: bool) -> Iterator[Read]:
     """
     begin, end = read.span
     size = end - begin if spans else read.target.nbytes
-    box = read.box
-    dim = next((d for d, extent in enumerate(box.shape) if extent > 1), None)
+    dim = read.first
     if size <= most or dim is None:
         yield read
         return
-    rows = max(1, most * box.shape[dim] // size)
-    for start in range(0, box.shape[dim], rows):
-        count = min(rows, box.shape[dim] - start)
-        offset = (*box.offset[:dim], box.offset[dim] + start, *box.offset[dim + 1 :])
-        shape = (*box.shape[:dim], count, *box.shape[dim + 1 :])
-        part = replace(
-            read, box=boxes.Box(offset, shape), target=read.target.narrow(dim, start, count)
-        )
+    extent = read.box.shape[dim]
+    rows = max(1, most * extent // size)
+    for start in range(0, extent, rows):
+        part = read.narrow(dim, start, min(rows, extent - start))
         yield from _cut(part, most, spans=spans)

@@ -40,7 +40,7 @@ from torchstore_snapshot.restoring.fetching import (
     windows,
 )
 from torchstore_snapshot.restoring.files import Files
-from torchstore_snapshot.restoring.filling import Read, fills, tasks
+from torchstore_snapshot.restoring.filling import Read, apart, fills, tasks
 from torchstore_snapshot.threads import run_tasks
 
 __all__ = ["Check", "Read", "bytes_read", "check_reads", "empty_for", "execute", "open_files"]
@@ -109,6 +109,7 @@ def execute(
             ``"before"`` and ``"all"``, no target was written to, unless a file changed meanwhile.
     """
     open_files(files, reads)
+    reads = _without_gaps(files, reads)
     limits = UNLIMITED
     if budget is not None:
         most = REQUESTS if files.remote else copying.copy_threads()
@@ -124,6 +125,13 @@ def execute(
         Devices(BLOCK, budget, limits.threads) as devices,
     ):
         _execute(files, reads, check, advance, limits, devices, ready)
+
+
+def _without_gaps(files: Files, reads: Sequence[Read]) -> Sequence[Read]:
+    """Divide reads whose rows are so far from each other that to request each of them costs less
+    than what lies between them; see :attr:`Files.gap`.
+    """
+    return [part for read in reads for part in apart(read, files.gap)] if files.remote else reads
 
 
 def _total(files: Files, reads: Sequence[Read], check: Check | None, limits: Limits) -> int:
@@ -152,6 +160,7 @@ def check_reads(files: Files, reads: Sequence[Read], check: Check | None) -> Non
         SnapshotCorruptError: as for :func:`execute`.
     """
     open_files(files, reads)
+    reads = _without_gaps(files, reads)
     if check in ("before", "all"):
         for index in {read.piece.file for read in reads}:
             if not files.remote:

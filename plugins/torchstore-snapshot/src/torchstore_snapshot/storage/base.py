@@ -141,8 +141,9 @@ class Storage(Protocol):
 
     @property
     def request_size(self) -> int:
-        """Bytes that one request should have at least: small ranges that are close to each other
-        are read together. 1 for local files, whose requests cost next to nothing.
+        """Bytes that take as long to read as it takes to ask for them, so that one request should
+        have at least as many: ranges that are closer to each other are read together, with what is
+        between them, and others are not. 1 for local files, whose requests cost next to nothing.
         """
 
     @property
