@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib.util
 import re
 import subprocess
 import sys
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +20,7 @@ from safetensors.torch import load_file
 import torchstore_core as ts
 from torchstore_core.clients.values.tensors import _BY_NAME, _QUANTIZED
 from torchstore_snapshot import RNGState, Snapshot, SnapshotNotFoundError, StateDict
+from torchstore_snapshot.garbage import no_collections
 
 DTYPES = [dtype for dtype in _BY_NAME.values() if dtype not in _QUANTIZED]
 
@@ -290,3 +294,51 @@ def test_an_import_and_formats_need_no_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@contextlib.contextmanager
+def collections() -> Iterator[list[int]]:
+    """The generation of each garbage collection that happens meanwhile."""
+    found: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            found.append(info["generation"])
+
+    before = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
+    gc.callbacks.append(note)
+    try:
+        yield found
+    finally:
+        gc.callbacks.remove(note)
+        gc.set_threshold(*before)
+
+
+def test_no_garbage_is_looked_for_where_many_objects_are_made(tmp_path: Path) -> None:
+    """Of 2,000 tensors: a take made 84 collections necessary, and a restore 58."""
+    state = {str(i): torch.full((16,), float(i)) for i in range(2000)}
+    with collections() as found:
+        snapshot = Snapshot.take(tmp_path / "s", {"m": StateDict(state)}, fsync=False)
+    assert len(found) <= 20
+    own = StateDict({name: torch.zeros(16) for name in state})
+    with collections() as found:
+        snapshot.restore({"m": own})
+    assert len(found) <= 40
+    assert all(torch.equal(own[name], state[name]) for name in state)
+    assert gc.isenabled()
+
+
+def test_the_collector_goes_on_as_it_was() -> None:
+    with no_collections():
+        with no_collections():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with no_collections():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

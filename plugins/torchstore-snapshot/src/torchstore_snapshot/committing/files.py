@@ -14,6 +14,7 @@ import xxhash
 from torchstore_core.machine.copying import copy_threads
 from torchstore_snapshot.format.hashes import BLOCK, Digest, summed
 from torchstore_snapshot.format.safetensors_files import Layout
+from torchstore_snapshot.garbage import no_collections
 from torchstore_snapshot.progress import Advance
 from torchstore_snapshot.storage.base import Storage, Writer
 from torchstore_snapshot.storage.gathering import (
@@ -153,7 +154,8 @@ class OpenFiles:
         """
         rest = [file for file in self._files if not file.finished]
         run_tasks([functools.partial(self._finish_empty, file) for file in rest], self._threads)
-        return [[summed(unit) for unit in file.hashes] for file in self._files]
+        with no_collections():
+            return [[summed(unit) for unit in file.hashes] for file in self._files]
 
     def abort(self) -> None:
         """Remove all files, whatever has been written. Never raises."""

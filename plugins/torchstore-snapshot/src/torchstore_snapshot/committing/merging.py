@@ -17,6 +17,7 @@ from torchstore_snapshot.format.manifest import (
     Piece,
     TensorEntry,
 )
+from torchstore_snapshot.garbage import no_collections
 
 __all__ = ["Part", "check_complete", "merge"]
 
@@ -39,6 +40,7 @@ class Part(msgspec.Struct):
     ties: list[tuple[str, str, str, str]]
 
 
+@no_collections()
 def merge(parts: Sequence[Part], take: str, created: float) -> Manifest:
     """Return the manifest of a snapshot whose ranks have written ``parts``, in the order of ranks.
 

@@ -22,6 +22,7 @@ from torchstore_snapshot.format.hashes import BLOCK, BLOCK_OF_V1, HASH, digest_o
 from torchstore_snapshot.format.heads import Head, make_head
 from torchstore_snapshot.format.paths import MANIFEST, check_file_name
 from torchstore_snapshot.format.safetensors_files import DTYPES
+from torchstore_snapshot.garbage import no_collections
 
 __all__ = [
     "FORMAT",
@@ -253,6 +254,7 @@ def encode(manifest: Manifest) -> bytes:
     )
 
 
+@no_collections()
 def decode(data: bytes, path: str) -> Manifest:
     """Return the manifest of the snapshot at ``path`` from the bytes of its file.
 

@@ -12,6 +12,7 @@ import xxhash
 from torchstore_snapshot.format.manifest import Manifest, TensorEntry
 from torchstore_snapshot.format.paths import plain_name, take_of
 from torchstore_snapshot.format.safetensors_files import RESERVED
+from torchstore_snapshot.garbage import no_collections
 
 __all__ = ["MAP", "map_name", "weight_maps"]
 __all__ += ["is_damaged", "written_by_a_take"]
@@ -67,6 +68,7 @@ def is_damaged(data: bytes) -> bool:
     return False
 
 
+@no_collections()
 def weight_maps(manifest: Manifest) -> dict[str, bytes]:
     """Return the contents of the map of each state dict whose tensors are all whole, in files of
     the snapshot's own take that no other key shares; by the name of the map's file. Nothing in a
@@ -76,6 +78,7 @@ def weight_maps(manifest: Manifest) -> dict[str, bytes]:
     values of the same names, so a map that named one could make a wrong model without a word.
     """
     found: dict[str, bytes] = {}
+    own = [not file.snapshot and take_of(file.name) == manifest.take for file in manifest.files]
     for key, named in manifest.shared.items():
         known = manifest.store.get(key)
         if known is not None and known.shared:
@@ -89,15 +92,14 @@ def weight_maps(manifest: Manifest) -> dict[str, bytes]:
             if len(entry.pieces) != 1 or entry.pieces[0].slice is not None:
                 break
             piece = entry.pieces[0]
-            file = manifest.files[piece.file]
-            if file.snapshot or take_of(file.name) != manifest.take:
+            if not own[piece.file]:
                 break
             if name == RESERVED:  # it has another name in its file
                 break
             if piece.nbytes and (piece.file, piece.start) in seen:
                 continue  # tied to an earlier one, whose name is the one in the file
             seen.add((piece.file, piece.start))
-            weights[name] = file.name
+            weights[name] = manifest.files[piece.file].name
             total += piece.nbytes
         else:
             if weights:

@@ -19,6 +19,7 @@ from torchstore_core.errors import LayoutMismatchError, UnsupportedValueError
 from torchstore_core.values import TensorMeta
 from torchstore_snapshot.api.stateful import Stateful
 from torchstore_snapshot.format.manifest import Entry, ObjectEntry, TensorEntry
+from torchstore_snapshot.garbage import no_collections
 from torchstore_snapshot.restoring.reading import Read, empty_for, plan_reads
 
 __all__ = ["Filled", "like", "match", "state_of", "tensor_reads"]
@@ -61,7 +62,13 @@ def match(key: str, stateful: Stateful, entries: Mapping[str, Entry]) -> Filled:
     new tensors; a module must have all of them. A container may take the place of what is neither
     a tensor nor a container, such as None.
     """
-    filled = Filled(state=state_of(stateful))
+    state = state_of(stateful)
+    with no_collections():
+        return _matched(key, stateful, state, entries)
+
+
+def _matched(key: str, stateful: Stateful, state: Any, entries: Mapping[str, Entry]) -> Filled:
+    filled = Filled(state=state)
     parameters = _parameters(stateful)
     flat = nesting.flatten(key, filled.state)
     leaves = {leaf.name: leaf.value for leaf in flat}

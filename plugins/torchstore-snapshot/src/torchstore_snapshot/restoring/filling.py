@@ -152,7 +152,8 @@ def tasks(
     most = _PART if remote else _MAPPED
     group: list[_Part] = []
     room = 0 if remote else task_size(left)
-    for index, read in sorted(reads.items(), key=lambda item: (item[1].piece.file, item[1].span)):
+    for index in sorted(reads, key=lambda index: (reads[index].piece.file, reads[index].span)):
+        read = reads[index]
         target = read.target.detach()
         if not fills(read):
             left -= target.nbytes
@@ -175,9 +176,11 @@ def tasks(
                 yield functools.partial(_fill, files, group, advance, limits, devices)
                 group, room = [], 0 if remote else task_size(left)
             keep = found if number >= 0 else None
-            place = slice(start - begin, stop - begin)
-            there = None if on_device is None else on_device[place]
-            group.append(_Part(read, start, stop, memory[place], keep, number, there))
+            here, there = memory, on_device
+            if stop - start < target.nbytes:
+                place = slice(start - begin, stop - begin)
+                here, there = memory[place], None if on_device is None else on_device[place]
+            group.append(_Part(read, start, stop, here, keep, number, there))
             room -= stop - start
             left -= stop - start
     if group:

@@ -19,6 +19,7 @@ from torchstore_core.values import TensorMeta
 from torchstore_snapshot.devices import Devices
 from torchstore_snapshot.format.hashes import BLOCK, digest_of
 from torchstore_snapshot.format.manifest import Piece, TensorEntry
+from torchstore_snapshot.garbage import no_collections
 from torchstore_snapshot.progress import Advance, Progress, metered
 from torchstore_snapshot.restoring.checking import (
     UNLIMITED,
@@ -63,6 +64,8 @@ def plan_reads(
     """Plan how to read ``wanted``, a box of the tensor, into ``target``, which has its shape."""
     if wanted.is_empty:
         return []
+    if wanted.shape == entry.shape and len(entry.pieces) == 1 and entry.pieces[0].slice is None:
+        return [Read(path, entry.pieces[0], wanted, wanted, target)]  # nearly all are
     sources = entry.boxes()
     if len(sources) == 1 and sources[0] == wanted:
         return [Read(path, entry.pieces[0], wanted, wanted, target)]
@@ -168,6 +171,7 @@ def check_reads(files: Files, reads: Sequence[Read], check: Check | None) -> Non
         check_ranges(files, _ranges(files, reads, check, UNLIMITED))
 
 
+@no_collections()
 def _ranges(
     files: Files | Fetched, reads: Sequence[Read], check: Check | None, limits: Limits
 ) -> list[Range]:

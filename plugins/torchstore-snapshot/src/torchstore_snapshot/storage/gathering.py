@@ -71,11 +71,14 @@ class Gathered:
                 in memory.
         """
         while data.nbytes:
-            step = data[: self._size - (self._start + self._nbytes) % self._size]
+            room = self._size - (self._start + self._nbytes) % self._size
+            step = data if data.nbytes <= room else data[:room]
             if arrivals is not None:
                 yield next(arrivals)
             elif isinstance(step, memoryview):
                 yield step
+            if step is data:
+                return
             data = data[step.nbytes :]
 
     def add(self, step: memoryview) -> None:
@@ -201,7 +204,7 @@ def blocks_of(parts: Sequence[Part]) -> Iterator[list[Part]]:
     for part in parts:
         at = 0
         while at < part.nbytes:
-            step = part[at : at + room]
+            step = part[at : at + room] if at or part.nbytes > room else part
             block.append(step)
             at, room = at + step.nbytes, room - step.nbytes
             if not room:

@@ -28,6 +28,7 @@ from torchstore_core.errors import UnsafeObjectError, UnsupportedValueError
 from torchstore_core.values import ObjectMeta, TensorSlice
 from torchstore_snapshot.api.stateful import AppState, RNGState, checked
 from torchstore_snapshot.errors import AppStateError
+from torchstore_snapshot.garbage import no_collections
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -118,7 +119,8 @@ def collect(
             common[key] = ignored
     if rng is not None:  # whatever the calls of state_dict() drew
         rng[0].load_state_dict(rng[1])
-    items = collect_values(states, replicated, common, allow_pickle=allow_pickle)
+    with no_collections():
+        items = collect_values(states, replicated, common, allow_pickle=allow_pickle)
     refuse_ambiguous(with_slashes(items))
     return sorted(states), items
 

@@ -11,6 +11,7 @@ from torchstore_snapshot.format.file_headers import header_digest
 from torchstore_snapshot.format.hashes import BLOCK, Digest
 from torchstore_snapshot.format.manifest import DataFile, Entry, ObjectEntry, Piece, TensorEntry
 from torchstore_snapshot.format.weight_maps import map_name
+from torchstore_snapshot.garbage import no_collections
 from torchstore_snapshot.taking.collecting import Item
 from torchstore_snapshot.taking.planning import PlannedFile
 from torchstore_snapshot.taking.reusing import Reused
@@ -18,6 +19,7 @@ from torchstore_snapshot.taking.reusing import Reused
 __all__ = ["maps_of", "part_of"]
 
 
+@no_collections()
 def part_of(
     rank: int,
     keys: Sequence[str],

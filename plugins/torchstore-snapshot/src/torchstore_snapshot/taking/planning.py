@@ -141,11 +141,14 @@ def split_work(
             if len(item.data) > INLINE_MAX:
                 units.append(Unit(index, 0))
             continue
+        if not item.common:
+            units += [Unit(index, number) for number in range(len(item.pieces))]
+            continue
         path = f"{item.key}/{item.name}"
         for number, piece in enumerate(item.pieces):
             box = piece.box
             key = path, item.mesh, box.offset, box.shape
-            if not item.common or key in mine:
+            if key in mine:
                 mine.discard(key)
                 units.append(Unit(index, number))
     return units

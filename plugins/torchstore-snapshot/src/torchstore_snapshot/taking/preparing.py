@@ -14,6 +14,7 @@ from torchstore_snapshot.committing.options import NEWEST, TakeOptions
 from torchstore_snapshot.committing.replacing import refuse_existing, refuse_foreign_maps
 from torchstore_snapshot.format.manifest import Manifest
 from torchstore_snapshot.format.paths import new_take_id
+from torchstore_snapshot.garbage import no_collections
 from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.series.claims import GRACE_S, Claim
 from torchstore_snapshot.series.survey import Place, folder_name, references, survey
@@ -162,6 +163,7 @@ def agree(
         raise
 
 
+@no_collections()
 def plan(agreed: Agreed) -> Prepared:
     """Decide what this rank writes. If that fails, the other ranks do not know of it yet.
 

@@ -10,6 +10,7 @@ import torch
 from torchstore_snapshot.committing.files import OpenFiles, Source
 from torchstore_snapshot.devices import DeviceBytes, Devices
 from torchstore_snapshot.format.hashes import Digest
+from torchstore_snapshot.garbage import no_collections
 from torchstore_snapshot.progress import Advance
 from torchstore_snapshot.stopping import check
 from torchstore_snapshot.storage.base import Storage
@@ -55,10 +56,12 @@ def write_files(
     )
     try:
         with devices:
-            for batch in _batches(items, files):
-                check()
-                sources = _sources(items, batch, fetch, devices)
-                opened.write(sources if fetch is not None else list(sources))
+            if fetch is None:
+                opened.write(_all_sources(items, files, devices))
+            else:
+                for batch in _batches(items, files):
+                    check()
+                    opened.write(_sources(items, batch, fetch, devices))
         return opened.close()
     except BaseException:
         opened.abort()
@@ -94,6 +97,14 @@ def _batches(items: Sequence[Item], files: Sequence[PlannedFile]) -> Iterator[li
                 yield batch
                 batch, nbytes = [], 0
     yield batch
+
+
+@no_collections()
+def _all_sources(
+    items: Sequence[Item], files: Sequence[PlannedFile], devices: Devices
+) -> list[Source]:
+    batches = _batches(items, files)
+    return [source for batch in batches for source in _sources(items, batch, None, devices)]
 
 
 def _sources(
