@@ -280,7 +280,7 @@ def test_a_part_of_a_tensor_takes_its_own_bytes(store: Any) -> None:
 
 def test_what_lies_between_rows_that_are_far_apart_is_not_read(store: Any) -> None:
     """To read it would take longer than to ask for each row."""
-    whole = torch.arange(6 << 20, dtype=torch.int16).view(6, 1 << 20)
+    whole = (torch.arange(6 << 20) % 1009).short().view(6, 1 << 20)
     Snapshot.take(URL, {"m": StateDict(w=whole)})
     manifest = len(open_storage(URL).read(MANIFEST))
     box = ts.TensorSlice((0, 5000), (6, 2048), (6, 1 << 20))
