@@ -9,6 +9,7 @@ import multiprocessing
 import sys
 import time
 
+from tests.simulation.machine.servers import here
 from tests.simulation.promises.violations import Violation
 from tests.simulation.shrinking import find, told
 from tests.simulation.world import run_seed
@@ -45,6 +46,7 @@ def main() -> int:
     end = options.seed + options.seeds
     batches = [(at, min(at + _BATCH, end)) for at in range(options.seed, end, _BATCH)]
     steps, seconds = 0, 0.0
+    here()  # the processes begin with what takes long to find out
     with multiprocessing.Pool(options.processes, _begin, maxtasksperchild=1) as pool:
         for more, spent, violations in pool.imap(_run, batches):
             steps, seconds = steps + more, seconds + spent

@@ -80,6 +80,9 @@ class _Log(Log):
         if not self._memory.closed:  # another one has taken its place, and did so at once
             super().make_ready()
 
+    def _populate(self, begin: int, nbytes: int) -> None:
+        """Pages come when they are written to: most of them never are."""
+
     def _provide(self, end: int) -> None:
         if not self.most:
             super()._provide(end)

@@ -61,23 +61,21 @@ class _Plain:
     def of(self, one: Any) -> Any:
         """One as plain data."""
         kind = type(one)
-        if kind in _ATOMS:
+        family = _family(kind)
+        if family is None:
             return one
-        if issubclass(kind, msgspec.Struct):
-            if kind.__struct_config__.frozen:
-                return one
-            return self._again(one) or (kind, self._all(_fields(kind, self._without)(one)))
-        if issubclass(kind, dict):
-            if again := self._again(one):
-                return again
+        if family is tuple:
+            return self._all(one)
+        if again := self._again(one):
+            return again
+        if family is list:
+            return self._all(one)
+        if family is dict:
             names = [getattr(key, "token", key) for key in one]
             return list(zip(names, self._all(one.values()), strict=True))
-        if issubclass(kind, set):
-            parts = sorted(one, key=lambda x: getattr(x, "token", x))
-            return self._again(one) or self._all(parts)
-        if issubclass(kind, list):
-            return self._again(one) or self._all(one)
-        return self._all(one) if issubclass(kind, tuple) else one
+        if family is set:
+            return self._all(sorted(one, key=lambda x: getattr(x, "token", x)))
+        return kind, self._all(_fields(kind, self._without)(one))
 
     def _all(self, parts: Iterable[Any]) -> list[Any]:
         of = self.of
@@ -91,6 +89,15 @@ class _Plain:
             return ("as", number)
         seen[id(one)] = len(seen)
         return None
+
+
+@functools.cache
+def _family(kind: type) -> type | None:
+    """What objects of a class are, of the kinds of which the parts count; None: of none."""
+    if kind in _ATOMS or (issubclass(kind, msgspec.Struct) and kind.__struct_config__.frozen):
+        return None
+    families = (msgspec.Struct, dict, set, list, tuple)
+    return next((one for one in families if issubclass(kind, one)), None)
 
 
 @functools.cache

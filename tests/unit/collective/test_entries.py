@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -513,3 +515,39 @@ def test_a_box_that_holds_nothing_leases_nothing(store: Controller, box: m.Box) 
     assert entry.parts == []
     assert not leased
     assert store.volumes[0].leased == 0
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["first version", "next version"])
+@pytest.mark.parametrize("asks", ["get", "delete"])
+def test_how_much_is_on_its_way_does_not_count_for_who_asks_for_something_else(
+    before: bool, asks: str
+) -> None:
+    """Everybody else waits for as long as the server takes to find out what to say."""
+    assert _calls(1000, asks, before=before) == _calls(200, asks, before=before)
+
+
+def _calls(count: int, asks: str, *, before: bool) -> int:
+    """The calls that it takes to refuse something while so many entries are on their way."""
+    calls = 0
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    with a_store() as store:
+        rank = Rank(store, "", 1)
+        if before:
+            rank.put(tensor("t"))
+        rank.begin(tensor("t"), *[obj(str(at)) for at in range(count)])
+        profile = sys.getprofile()
+        sys.setprofile(note)
+        try:
+            if asks == "get":
+                store.locate(rank.session, m.Locate(1, 1, [m.Want("k/no")], 0))
+            else:
+                store.delete(["k/no"], strict=True)
+        except KeyNotFoundError:  # of which PartialPutError is one
+            return calls
+        finally:
+            sys.setprofile(profile)
+    raise AssertionError("it was not refused")

@@ -649,7 +649,7 @@ class Controller:
         """
         catalog = self.catalog
         if strict:
-            missing = [k for k in keys if k not in catalog.newest and not catalog.pending(k)]
+            missing = [k for k in keys if k not in catalog.newest and not catalog.is_pending(k)]
             if missing:
                 raise catalog.missing_error(missing)
         deleted = [freed for key in keys if (freed := catalog.delete(key)) is not None]

@@ -705,8 +705,8 @@ class Server:
         if self.returning is not None:
             self.returning.gone(session)
         if not self._stopping:
-            others = self.controller.sessions.keys() - {session.token}
-            journal.client_left(session, why, len(others))
+            sessions = self.controller.sessions
+            journal.client_left(session, why, len(sessions) - (session.token in sessions))
 
     def _watch(self, volume: VolumeRecord, wanted: m.WatchProcess) -> None:
         """Watch a process on a volume's host, from the process of that volume."""
@@ -769,7 +769,8 @@ class Server:
 
     def welcome(self, request_id: int, token: bytes, via: m.Via | None) -> m.Welcome:
         """Return the reply to a Hello that came through the relay ``via`` (None: directly)."""
-        volumes = [v.info for v in self.controller.volumes]
+        controller = self.controller
+        volumes = [v.info for v in controller.volumes]
         return m.Welcome(
             request_id,
             m.PROTOCOL_VERSION,
@@ -782,7 +783,7 @@ class Server:
             via=None if via is None else via.topology,
             owner=self.owner,
             life=self.life,
-            incarnation=self.controller.incarnation,
+            incarnation=controller.incarnation,
         )
 
     def _sample_rate(self) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from torchstore_core import moments
 from torchstore_core.errors import KeyNotFoundError, VersionGoneError
 from torchstore_core.reports.stat import Pending
+from torchstore_core.server.index.collective.generations import Generation
 from torchstore_core.server.index.errors import (
     entry_error,
     gone_error,
@@ -150,9 +151,8 @@ class Catalog:
         """Return the error for keys that have no complete version or only name an entry."""
         for key in keys:
             for base in (key, *(base for base, _ in splits(key))):
-                pending = self.pending(base)
-                if base not in self.newest and pending:
-                    return partial_error(key, base, pending[0])
+                if base not in self.newest and (first := self._first_unfinished(base)) is not None:
+                    return partial_error(key, base, first.state(base))
             if self._entry(key, 0) is not None:
                 return entry_error(key, keys)
         return self.evictions.missing_error(keys) or missing_error(keys)
@@ -185,6 +185,14 @@ class Catalog:
         if history is None:
             return []
         return [g.state(key, brief=brief) for g in history.generations()]
+
+    def is_pending(self, key: str) -> bool:
+        """Whether a key has unfinished versions."""
+        return self._first_unfinished(key) is not None
+
+    def _first_unfinished(self, key: str) -> Generation | None:
+        history = self.histories.get(key)
+        return None if history is None else next(iter(history.generations()), None)
 
     def unfinished(self, prefix: str = "") -> list[str]:
         """Return the keys that start with ``prefix`` and have unfinished versions."""

@@ -281,7 +281,7 @@ class Generation(msgspec.Struct, eq=False):
             self.participants,
             [c.participant for c in self.contributions.values() if c.committed],
             [c.participant for c in self.contributions.values() if not c.committed],
-            [(n or key, b.offset, b.shape) for n, b in boxes_of][:_MAX_SHOWN],
+            [(n or key, b.offset, b.shape) for n, b in itertools.islice(boxes_of, _MAX_SHOWN)],
             key,
             self.nbytes,
             self._missing_participants(),
