@@ -45,7 +45,7 @@ class Draining:
         """Drain a volume, put one back in service, or let the copier do something."""
         chance = self.world.chance
         what = chance.random()
-        if what < 0.05:
+        if what < 0.04:
             at = chance.randrange(len(self.world.controller.volumes))
             self.drain(at, "undo" if chance.random() < 0.7 else "begin")
         else:

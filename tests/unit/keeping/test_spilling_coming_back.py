@@ -262,7 +262,7 @@ class World:
 
     def step(self) -> None:
         chance = self.chance
-        if len(self.records) > 1 and chance.random() < 0.2:
+        if len(self.records) > 1 and chance.random() < 0.4:
             self.draining.step()
         key = f"{chance.choice('kkkc')}{chance.randrange(30)}"
         what = chance.random()
@@ -295,7 +295,7 @@ class World:
     def is_too_early(self) -> bool:
         """Whether something has not happened yet."""
         early = self.restarts <= 10 or self.away <= 3 or not self.reading
-        return early or (len(self.records) > 1 and not self.draining.copied)
+        return early or (len(self.records) > 1 and self.draining.copied < 6)
 
     def finish(self) -> None:
         """Drain a volume, if there are several; read everything, delete it; nothing is left in
