@@ -548,8 +548,7 @@ class Mover:
         value, extent = tracked.value, tracked.extent
         head = 0 if extent is None else extent.head
         for volume in self.homes(tracked):
-            is_own = self.by_volume and volume.index == value.volume
-            if (volume.left if is_own else volume.free) < tracked.nbytes:
+            if volume.left < tracked.nbytes:
                 continue
             if tracked.is_inline:
                 volume.inline += tracked.nbytes
@@ -564,15 +563,13 @@ class Mover:
 
     def homes(self, tracked: Tracked) -> Sequence[VolumeRecord]:
         """The volumes that a value may come back to, best first. What the file of a volume has can
-        only come to the memory of this volume, also while it is drained; but the server's own
-        memory may count as that of another one.
+        only come to the memory of this volume, also while it is drained.
         """
-        order = sorted(self._volumes, key=lambda v: v.index != tracked.value.volume)
-        if not self.by_volume:
-            return [volume for volume in order if not volume.closed]
-        if tracked.is_inline and order[0].draining:
-            return [*order[1:], order[0]]
-        return order[:1]
+        own = tracked.value.volume
+        if self.by_volume:
+            return [self._volumes[own]]
+        order = sorted(self._volumes, key=lambda v: v.index != own)
+        return [volume for volume in order if not volume.closed]
 
     def take_places(self, wanted: Sequence[Tracked], places: Sequence[tuple[int, int]]) -> None:
         """Allocate just these places for values again."""
@@ -640,17 +637,13 @@ class Mover:
         elif tracked.failure:
             self._values.move(tracked, State.ON_DISK)
         else:
-            has_left = self.by_volume and at != value.volume
-            if has_left:  # the volume whose file has it
-                self.only_in_memory(tracked)
             value.volume, value.offset = at, offset
             if tracked.is_inline:
                 value.data, tracked.content = tracked.content, b""
             else:
                 volume.memory.touched(offset + value.nbytes)
             self.read_bytes += value.nbytes
-            if not has_left:
-                self._values.move(tracked, State.CLEAN)
+            self._values.move(tracked, State.CLEAN)
 
     # ---- ends -----------------------------------------------------------------------------
 
