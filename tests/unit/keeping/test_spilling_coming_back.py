@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 from tests.simulation.promises.states import state_of
-from tests.unit.keeping.draining_worlds import Draining
+from tests.unit.repairing.draining_worlds import Draining
 from tests.unit.server.test_controller import HERE, META, facts, volumes
 
 from torchstore_core.errors import EvictedError, KeyNotFoundError, ObjectLostError, StoreFullError
