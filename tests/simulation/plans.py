@@ -7,10 +7,12 @@ import random
 import msgspec
 from msgspec.structs import replace
 
-__all__ = ["CHOKED", "KEPT", "ROOMY", "Fault", "Operation", "Plan", "plan_of"]
+__all__ = ["CHOKED", "DRAINED", "KEPT", "ROOMY", "Fault", "Operation", "Plan", "plan_of"]
 
 #: From this seed on, the log of a server cannot grow for a while.
 CHOKED = 1_000_000_000
+#: From this seed on, the volumes of stores that spill are drained.
+DRAINED = 2_000_000_000
 
 KEYS = ("a", "b", "c")
 _MORE_KEYS = (*KEYS, "d", "e", "f")
@@ -80,12 +82,12 @@ class Fault(msgspec.Struct, frozen=True, eq=False):
         number: of the fault, in its plan.
         kind: crash, cut, cancel, sever; lose is of a volume, kill of the server,
             compact writes its log anew, choke keeps it from growing, and fill and fail are of the
-            disk.
+            disk. A volume is drained, until that is undone.
         client: to whom; or to which volume.
         after: at which step, unless a recorded schedule says when.
         keep: how many messages under way still arrive. A server is killed when it has recorded so
             many requests more; 0: at once. A disk is full for so many writes. A log cannot grow for
-            so many turns.
+            so many turns. A volume is drained for so many steps.
         broken: whether those count as last words, see ``Conversation.hear_last``. A server is
             killed when it has handled a message of a connection that is kept, but not yet taken it
             out of the kernel's buffer; and connections that it has accepted and not yet read are
@@ -145,8 +147,12 @@ class Plan(msgspec.Struct, frozen=True):
 def plan_of(source: random.Random, seed: int = 0) -> Plan:
     """What a seed makes happen; the numbers are taken from ``source``."""
     number = _peek(source)
-    plan = _plan_of(source, number)
-    if seed < CHOKED or plan.relayed or any(fault.kind == "lose" for fault in plan.faults):
+    plan = _plan_of(source, number, drains=seed >= DRAINED)
+    if (
+        not CHOKED <= seed < DRAINED
+        or plan.relayed
+        or any(fault.kind == "lose" for fault in plan.faults)
+    ):
         return plan
     return _with_chokes(plan, random.Random(number + 2))
 
@@ -165,10 +171,10 @@ def _with_chokes(plan: Plan, source: random.Random) -> Plan:
     return replace(plan, faults=tuple(sorted(faults, key=_after)), kept=True)
 
 
-def _plan_of(source: random.Random, number: int) -> Plan:
+def _plan_of(source: random.Random, number: int, *, drains: bool = False) -> Plan:
     # From numbers of their own: so the other plans are what they would be without these.
     own = random.Random(~number)
-    pages = own.choice((1, 2, 3, 6, 50)) if own.random() < 0.12 else 0
+    pages = own.choice((1, 2, 3, 6, 50)) if own.random() < 0.12 or drains else 0
     if pages:
         source = own
     pick, chance = source.choice, source.random
@@ -205,7 +211,7 @@ def _plan_of(source: random.Random, number: int) -> Plan:
     capacity = pick((6, 10, 16, 40)) if plain else pick((8, 30, ROOMY, ROOMY))
     if pages:
         capacity = pick((5, 6, 8, 10))
-    capacities = (capacity,) if chance() < 0.6 else (capacity, capacity)
+    capacities = (capacity,) if chance() < 0.6 and not drains else (capacity, capacity)
     copies = pick((1, 2)) if len(capacities) > 1 else 1
     is_timed = refers or pages > 0
     if len(capacities) > 1 and chance() < 0.5 and not is_timed:  # copies are made by the clock
@@ -224,6 +230,9 @@ def _plan_of(source: random.Random, number: int) -> Plan:
         pages=pages,
         at_a_url=pages > 0 and random.Random(number + 3).random() < 0.4,
     )
+    if drains:  # without copies: one that finds no room is tried again for ever
+        plan = replace(plan, copies=1)
+        plan = _with_drains(plan, random.Random(number + 4), total)
     if relayed or any(fault.kind == "lose" for fault in faults):  # such a store has no keeper
         return plan
     # From numbers of their own: so the rest of a plan is what it would be without them.
@@ -263,6 +272,15 @@ def _with_failures(plan: Plan, source: random.Random, total: int) -> Plan:
     for number in range(len(faults) + 1, len(faults) + 1 + source.choice((1, 2, 4))):
         at = source.randint(total, total * 7)
         faults.append(Fault(number, "fail", 0, at, source.choice((1, 1, 2, 3))))
+    return replace(plan, faults=tuple(sorted(faults, key=_after)))
+
+
+def _with_drains(plan: Plan, source: random.Random, total: int) -> Plan:
+    """Volumes are drained, and put back in service."""
+    pick, faults = source.choice, list(plan.faults)
+    for number in range(len(faults) + 1, len(faults) + 1 + pick((1, 2, 4))):
+        at, steps = source.randint(5, total * 6), pick((40, 100, 300, 600))
+        faults.append(Fault(number + 1000, "drain", pick((0, 1)), at, steps))
     return replace(plan, faults=tuple(sorted(faults, key=_after)))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from functools import partial
 
 import pytest
-from tests.simulation.plans import CHOKED
+from tests.simulation.plans import CHOKED, DRAINED
 from tests.simulation.shrinking import find, told
 from tests.simulation.world import World, run_seed
 
@@ -34,6 +34,8 @@ def count(seen: Counter[str], world: World) -> None:
         seen[str(name[0])] += 1
     seen["the server was killed"] += len(world.lives.deaths)
     seen["the disk could not be read"] += world.history.unread > 0
+    seen["a value was copied"] += world.copied
+    seen["a volume was empty"] += world.drained
     seen["severed"] += world.uplink is not None and world.uplink.severed
     for call in world.history.calls:
         kind = call.operation.kind
@@ -79,6 +81,19 @@ def test_logs_that_cannot_grow() -> None:
         assert seen[what], f"{what}: never seen, but {seen}"
 
 
+def test_volumes_that_are_drained() -> None:
+    """Of stores that spill, also while they are killed."""
+    seen: Counter[str] = Counter()
+    for seed in range(DRAINED, DRAINED + 200):
+        if (found := find(seed, ended=partial(count, seen))) is not None:
+            pytest.fail(told(found), pytrace=False)
+    for what in (
+        *("a value was copied", "a volume was empty", "the server was killed", "written"),
+        *("torchstore-spill", "torchstore-unspill", "get: evicted"),
+    ):
+        assert seen[what], f"{what}: never seen, but {seen}"
+
+
 @pytest.mark.soak
 def test_many_seeds() -> None:
     look(range(2000, 100_000))
@@ -87,6 +102,11 @@ def test_many_seeds() -> None:
 @pytest.mark.soak
 def test_many_logs_that_cannot_grow() -> None:
     look(range(CHOKED + 400, CHOKED + 20_000))
+
+
+@pytest.mark.soak
+def test_many_volumes_that_are_drained() -> None:
+    look(range(DRAINED + 200, DRAINED + 20_000))
 
 
 def digests(hash_seed: int, seeds: int) -> list[str]:

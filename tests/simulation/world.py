@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import functools
 import hashlib
 import random
 from collections import deque
 from collections.abc import Callable
+from typing import Literal
 
 from tests.simulation.acting.clients import Client
+from tests.simulation.acting.copiers import Copier
 from tests.simulation.acting.operations import Cancelled
 from tests.simulation.acting.references import References
 from tests.simulation.machine.disks import Disk
@@ -26,6 +30,7 @@ from tests.simulation.promises.checking import check
 from tests.simulation.promises.histories import History
 from tests.simulation.promises.violations import Violation
 
+from torchstore_core.errors import DrainError
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.server import Server
@@ -53,6 +58,8 @@ class World:
         point: how many messages the server has handled, and how often its loop has gone on.
         touched: whether the last action changed anything at the server.
         names: of the actions, in order.
+        copied: how many values were copied to other volumes.
+        drained: how often a volume was empty when it was put back in service.
         ending: what is of no use when the run is over, and refers to others of its kind.
     """
 
@@ -73,10 +80,12 @@ class World:
         self.point = 0
         self.touched = False
         self.names: list[Name] = []
+        self.copied = self.drained = 0
         self.ending: list[object] = []
         self.history = History()
         self.loop = SimulatedLoop()  # type: ignore[abstract]  # nothing else of a loop is used
         self.lives = Lives(self)
+        self.copier = Copier(self)
         self.owners = Owners(self.lives.memories)
         self.halves = [TravellingHalves(self, at) for at in range(len(plan.capacities))]
         self.processes = Processes(self)
@@ -89,6 +98,7 @@ class World:
         self._asked: set[int] = set()
         self._watched: dict[int, list[m.WatchProcess]] = {}
         self._accounts = Accounts()
+        self._recorded = recorded
         self._timed = deque(() if recorded else plan.faults)
         self._callback = Action(("loop",), self._turn)
         self._time = Action(("time",), self._pass)
@@ -158,7 +168,14 @@ class World:
         """Free everything but what has happened. It all refers to each other, and who collects
         garbage takes long to find out that nobody else does.
         """
-        self.ending += *self.clients, *self.halves, self.owners, self.processes, self.references
+        self.ending += (
+            *self.clients,
+            self.copier,
+            *self.halves,
+            self.owners,
+            self.processes,
+            self.references,
+        )
         for one in self.ending:
             vars(one).clear()
         self.ending.clear()
@@ -203,6 +220,7 @@ class World:
         self.telling = False
         for client in self.clients:
             client.leave()
+        self.copier.leave()
         self._go()
         controller = self._controller
         for token, left in list(controller.detached.sessions.items()):
@@ -294,6 +312,9 @@ class World:
         if fault.kind == "fill":
             self._fill(fault.keep)
             return
+        if fault.kind in ("drain", "undo"):
+            self._drain(fault)
+            return
         if fault.kind == "fail":
             self._fail_disk(fault.keep)
             return
@@ -317,6 +338,23 @@ class World:
                     self.uplink.sever()
             case _:
                 client.cancel()
+
+    def _drain(self, fault: Fault) -> None:
+        """A volume is drained, or put back in service, which will happen once for each drain."""
+        drains, volume = self._controller.drains, self._controller.volumes[fault.client]
+        is_begin = fault.kind == "drain"
+        self.tell(f"volume {volume.index} is {'drained' if is_begin else 'in service again'}")
+        self.touched = True
+        self.drained += not is_begin and drains.report(volume).done
+        what: Literal["begin", "undo"] = "begin" if is_begin else "undo"
+        if is_begin:
+            undo = Fault(-fault.number, "undo", volume.index, self.step + fault.keep)
+            if self._recorded:
+                self.once(("fault", undo.number), functools.partial(self._fail, undo))
+            else:
+                bisect.insort(self._timed, undo, key=lambda one: one.after)
+        with contextlib.suppress(DrainError):
+            drains.drain(m.Drain(0, str(volume.index), what))
 
     def _fill(self, writes: int) -> None:
         """Others fill the disk, for so many writes."""

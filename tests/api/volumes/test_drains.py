@@ -259,9 +259,56 @@ async def test_a_loss_while_another_volume_is_drained() -> None:
                 assert (await client.stat(key)).copies == 2
 
 
-async def test_a_store_that_spills_says_that_it_cannot(tmp_path: Path) -> None:
-    async with running_store(num_storage_volumes=2, capacity=64 * MB, spill=tmp_path) as client:
-        with pytest.raises(ts.ConfigurationError, match=r"spills values to disk.*without spill="):
-            await client.drain(0)
-        await client.put("k", data(1))
-        assert (await volume_of(client, "k")).endswith("-0"), "it is in service"
+async def test_a_store_that_spills_to_one_place_for_all_volumes(tmp_path: Path) -> None:
+    """What is on disk stays there; what was in memory goes to the others, or to disk."""
+    spills = {"spill": tmp_path, "when_full": "spillable", "repair_bandwidth": 0}
+    async with running_store(
+        num_storage_volumes=2, capacity=64 * MB, strategy="spread", **spills
+    ) as client:
+        tensors = {f"k{i}": data(i, 4 * MB) for i in range(30)}
+        for key, tensor in tensors.items():
+            await client.put(key, tensor)
+        for entries in ({"a": data(50), "b": data(51)}, {"a": data(52), "b": data(53)}):
+            await client.put_state_dict(entries, "sd", keep=2)
+        held = await client.get("k29")  # zero-copy
+        name = await volume_of(client, "k29")
+        reference = await client.put_object(data(60, 3 * MB))
+        draining = asyncio.create_task(client.drain(name, timeout=REPAIRED_S))
+        for key, tensor in tensors.items():
+            into = torch.empty_like(tensor)
+            await client.get(key, into)
+            assert torch.equal(into, tensor)
+        assert torch.equal(held, tensors["k29"])
+        del held
+        gc.collect()
+        assert (await draining).done
+        for i in range(30, 36):
+            tensors[f"k{i}"] = data(i, 4 * MB)
+            await client.put(f"k{i}", tensors[f"k{i}"])
+        got = {key: await client.get(key, torch.empty_like(tensors[key])) for key in tensors}
+        assert all(torch.equal(got[key], tensor) for key, tensor in tensors.items())
+        assert await used(client, int(name[-1])) == 0
+        older = await client.get_state_dict("sd", version=1)
+        assert torch.equal(older["b"], data(51))
+        assert torch.equal(await client.get(reference), data(60, 3 * MB))
+        assert (await client.status()).spill.spilled_bytes > 30 * MB
+
+
+async def test_pinned_values_stay_where_there_is_no_room_although_others_are_spilled(
+    tmp_path: Path,
+) -> None:
+    """What is pinned makes what may be spilled leave the other volume; no more can be asked."""
+    async with running_store(
+        num_storage_volumes=2, capacity=64 * MB, strategy="spread", spill=tmp_path
+    ) as client:
+        for i in range(4):  # in turn on both
+            await client.put(f"pinned{i}", data(i, 9 * MB))
+        for i in range(4):
+            await client.put(f"cold{i}", data(10 + i, 3 * MB), when_full="spillable")
+        name = await volume_of(client, "pinned0")
+        with pytest.raises(ts.DrainError, match=r"cannot be moved: no room: 'pinned\d'") as caught:
+            await client.drain(name, timeout=REPAIRED_S)
+        assert caught.value.details["stuck_bytes"] == 9 * MB
+        for i in range(4):
+            assert torch.equal(await client.get(f"pinned{i}"), data(i, 9 * MB))
+            assert torch.equal(await client.get(f"cold{i}"), data(10 + i, 3 * MB))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import gc
+from pathlib import Path
 
 import torch
 from tests.reliability.harness import MB, children_of, is_running, kill
@@ -12,8 +14,8 @@ from tests.support import halt, running_store, until
 import torchstore_core as ts
 
 
-def value(seed: int) -> torch.Tensor:
-    return torch.full((MB // 4,), float(seed))
+def value(seed: int, nbytes: int = MB) -> torch.Tensor:
+    return torch.full((nbytes // 4,), float(seed))
 
 
 async def _copiers() -> set[int]:
@@ -77,4 +79,48 @@ async def test_draining_goes_on_and_nothing_is_lost() -> None:
         await ts.delete_batch(await ts.keys())
         gc.collect()
         for volume in range(3):
+            await until(functools.partial(_empty, volume), 30)
+
+
+async def test_a_store_that_spills_goes_on_with_it(tmp_path: Path) -> None:
+    """Killed while values go to disk, come back and are copied; none of them is lost."""
+    async with running_store(
+        num_storage_volumes=2,
+        capacity=64 * MB,
+        strategy="spread",
+        repair_bandwidth=16 * MB,
+        spill=tmp_path,
+        when_full="spillable",
+        timeout=200,
+    ):
+        there: dict[str, torch.Tensor] = {}
+        for at in range(60):
+            there[f"k{at}"] = value(at, 2 * MB)
+            await ts.put(f"k{at}", there[f"k{at}"])
+        mapped = await ts.get("k59")
+        lives = {(await ts.status()).controller_pid}
+        assert not (await ts.drain(0, wait=False)).done
+        for at in range(3):
+            reading = asyncio.ensure_future(ts.get(f"k{at}"))
+            kill((await ts.status()).controller_pid)
+            there[f"new{at}"] = value(300 + at, 2 * MB)
+            await ts.put(f"new{at}", there[f"new{at}"])
+            assert torch.equal(await reading, there[f"k{at}"])
+            status = await ts.status()
+            lives.add(status.controller_pid)
+            assert status.volumes[0].draining
+            del reading
+        assert len(lives) == 4
+        assert torch.equal(mapped, there["k59"])
+        del mapped
+        gc.collect()
+        assert (await ts.drain(0)).done
+        kill((await ts.status()).controller_pid)
+        for key, tensor in there.items():
+            assert torch.equal(await ts.get(key, torch.empty_like(tensor)), tensor), key
+        assert await _empty(0)
+        assert (await ts.drain(0, undo=True)).draining is False
+        await ts.delete_batch(list(there))
+        gc.collect()
+        for volume in range(2):
             await until(functools.partial(_empty, volume), 30)

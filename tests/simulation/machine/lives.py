@@ -176,6 +176,7 @@ class Lives:
         where = self._memories, world.halves, plan.copies, place, plan.pages * PAGE
         self.server = server_on(world.loop, *where, link)
         controller = self.server.controller
+        controller.repairs._start = world.copier.start
         self._spilling = controller.spilling
         parts = controller.catalog, controller.spilling, controller.holds, controller.detached
         world.ending += self.server, controller, *parts
@@ -330,6 +331,7 @@ class Lives:
         world.loop.now += _PAUSE_S
         self.connections = {one: None for one in dead if one.is_kept}
         self.begin()
+        world.copier.server_died()
         if before is not None and state_of(self.controller, OF_A_LIFE) != before:
             raise Violation("restart", "the server comes back with another state than it had")
         for connection in dead:

@@ -17,6 +17,7 @@ from torchstore_core.server.index.collective.generations import Generation
 from torchstore_core.server.index.records import SessionRecord, Stored, Value, all_values
 from torchstore_core.server.memory.allocator import ALIGNMENT
 from torchstore_core.server.memory.volume_record import VolumeRecord
+from torchstore_core.server.repairing.leavings import Left
 from torchstore_core.server.spilling.policy import State, Tracked
 from torchstore_core.server.spilling.spilling import Spilling
 
@@ -73,7 +74,8 @@ class Accounts:
             said += volume.inline, volume.leased, volume.unfinished, volume.lost, allocator.used
             free.append(allocator._by_start.copy())
         facts = [*map(astuple, there)]
-        now = count, there, facts, unfinished, said, free, spilled
+        left = controller.repairs.leavings.all
+        now = count, there, facts, unfinished, said, free, spilled, left
         if now != self._right:
             values = dict(zip(there, facts, strict=True))  # each once
             pins: dict[Value, int] = {}
@@ -85,7 +87,7 @@ class Accounts:
                 tracked = _tracked(spilling)
                 _check_tracked(spilling, values)
                 _check_disk(spilling, tracked)
-            _check_volumes(volumes, values, pins, unfinished, tracked)
+            _check_volumes(volumes, values, pins, unfinished, tracked, left)
             self._right = now
 
 
@@ -189,6 +191,7 @@ def _check_volumes(
     pins: dict[Value, int],
     unfinished: list[int],
     tracked: list[Tracked],
+    left: Iterable[Left],
 ) -> None:
     """Values have as many leases as they say, and all memory is of one of them, or free."""
     # Where ranges begin, and where they end; the end of a volume counts among those that begin, and
@@ -232,6 +235,11 @@ def _check_volumes(
             ends[at].append(start + size)
             if count:
                 leased[at] += size
+    for gone in left:  # copies that were dropped while somebody read them
+        size = (gone.value.nbytes + ALIGNMENT - 1) & -ALIGNMENT
+        starts[gone.volume].append(gone.offset)
+        ends[gone.volume].append(gone.offset + size)
+        leased[gone.volume] += size
     for volume in volumes:
         if volume.lost:
             continue

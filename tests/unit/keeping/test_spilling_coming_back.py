@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 from tests.simulation.promises.states import state_of
+from tests.unit.repairing.draining_worlds import Draining
 from tests.unit.server.test_controller import HERE, META, facts, volumes
 
 from torchstore_core.errors import EvictedError, KeyNotFoundError, ObjectLostError, StoreFullError
@@ -72,6 +73,7 @@ class World:
         self.waiting: list[Callable[[], None]] = []
         self.file = self.new_file(disk)
         self.restarts = self.away = self.reading = self.answered = 0
+        self.draining = Draining(self)
         self.begin(self.file)
         self.session: SessionRecord = self.controller.open_session(facts(), HERE)
 
@@ -101,6 +103,8 @@ class World:
             prefault=False,
             mover=self.mover,
             later=self.later,
+            start_copier=self.draining.start,
+            repair_bandwidth=0,
         )
         self.controller.restore()
 
@@ -113,6 +117,7 @@ class World:
             self.logs.append(Log())
             self.controller.write_state(self.logs[-1])
         before, known = state_of(self.controller), self.known()
+        drained = [volume.draining for volume in self.controller.volumes]
         self.reading += bool(self.mover.reading)
         token, file = self.session.token, self.file_again()
         self.mover.close()
@@ -120,8 +125,10 @@ class World:
         self.begin(file)
         assert state_of(self.controller) == before
         assert self.known() == known
+        assert [volume.draining for volume in self.controller.volumes] == drained
         self.session = self.controller.sessions[token]
         self.restarts += 1
+        self.draining.killed()
         for ask in waiting:  # as their clients do
             self.request(ask)
 
@@ -162,6 +169,10 @@ class World:
         """Everything that waits."""
         while self.waiting:
             self.turn(wait=True)
+            self.draining.copy()
+
+    def spoil_disk(self, at: int) -> None:
+        """Nothing of what a volume that was drained has on its disk can be read any more."""
 
     def request(self, ask: Callable[[], None]) -> None:
         """Ask now, and again when it is worth while."""
@@ -251,6 +262,8 @@ class World:
 
     def step(self) -> None:
         chance = self.chance
+        if len(self.records) > 1 and chance.random() < 0.4:
+            self.draining.step()
         key = f"{chance.choice('kkkc')}{chance.randrange(30)}"
         what = chance.random()
         if what < 0.35:
@@ -274,13 +287,22 @@ class World:
         being read.
         """
         steps = 0  # how much happens in so many depends on how fast the threads are
-        while steps < 600 or self.restarts <= 10 or self.away <= 3 or not self.reading:
+        while steps < 600 or self.is_too_early():
             self.step()
             steps += 1
             assert steps < 10_000
 
+    def is_too_early(self) -> bool:
+        """Whether something has not happened yet."""
+        early = self.restarts <= 10 or self.away <= 3 or not self.reading
+        return early or (len(self.records) > 1 and self.draining.copied < 6)
+
     def finish(self) -> None:
-        """Read everything, delete it; nothing is left in memory or on disk."""
+        """Drain a volume, if there are several; read everything, delete it; nothing is left in
+        memory or on disk.
+        """
+        if len(self.records) > 1 and not any(v.lost for v in self.controller.volumes):
+            self.take_one_away()
         self.controller.release(self.session, self.leased, [])
         self.leased.clear()
         self.answer()
@@ -295,6 +317,19 @@ class World:
         assert not any(volume.used for volume in self.controller.volumes)
         while self.mover.used:  # what was deleted while it was being written
             self.turn(wait=True)
+
+    def take_one_away(self) -> None:
+        """If there is too much for the others, some of it is deleted."""
+        at = self.chance.randrange(len(self.records))
+        self.answer()
+        while not self.draining.take_away(at):
+            parked = list(self.controller.repairs.parked)
+            keys = {entry.value.key for entry in parked}
+            assert keys
+            self.controller.delete([*keys], False, (self.session, next(self.numbers)))
+            for key in keys:
+                self.there.pop(key, None)
+                self.cached.pop(key, None)
 
     def read_back(self, key: str) -> None:
         """Get a value. What is refused while the disk is full, or although there is room by now, is
@@ -317,9 +352,13 @@ class World:
                 continue
             assert room < max(SIZES), "it is refused although there is room"
             values = self.controller.spilling.values
-            there = [t for t in values.all() if t.value.volume == volume.index]
+            there = [
+                t
+                for t in values.all()
+                if not self.mover.by_volume or t.value.volume == volume.index
+            ]
             stays = [t for t in there if t.state is State.DIRTY]
-            free = self.mover.sites[volume.index].space.free
+            free = self.mover.sites[volume.index if self.mover.by_volume else 0].space.free
             assert free < min(spanned(0, t.nbytes) for t in stays)
             largest = max(stays, key=lambda t: t.nbytes).key
             self.controller.delete([largest], False, (self.session, next(self.numbers)))
@@ -372,6 +411,10 @@ class Apart(World):
         sites = [Site(one.file.capacity, one) for one in threads]
         return Mover(str(self.folder), sites, records, by_volume=True)
 
+    def spoil_disk(self, at: int) -> None:
+        assert not self.mover.sites[at].space.used
+        os.ftruncate(self.file[at].fd, 0)
+
     def lose_the_controller(self, *, anew: bool) -> None:
         spilling, sites = self.controller.spilling, self.mover.sites
         full, takes_more = (
@@ -381,9 +424,16 @@ class Apart(World):
         self.reserved += full and not takes_more
         super().lose_the_controller(anew=anew)
 
-    def finish(self) -> None:
-        assert self.reserved, "no put had to leave the volume alone whose disk was full"
-        super().finish()
+    def is_too_early(self) -> bool:
+        """A put has to leave the volume alone whose disk is full."""
+        return not self.reserved or super().is_too_early()
+
+
+class Shared(World):
+    """One of two volumes that share a spill file."""
+
+    capacities = (CAPACITY, CAPACITY)
+    strategy = "spread"
 
 
 @pytest.mark.parametrize(
@@ -392,6 +442,7 @@ class Apart(World):
         *((World, seed, 4 << 20) for seed in (0, 1)),
         *((World, seed, 384 << 10) for seed in (2, 4)),
         *((Apart, seed, 192 << 10) for seed in (0, 1)),
+        *((Shared, seed, disk) for seed, disk in ((0, 4 << 20), (1, 384 << 10))),
         *((AtAUrl, seed, disk) for seed, disk in ((0, 4 << 20), (2, 384 << 10))),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import resource
 from collections.abc import Callable, Iterator
@@ -95,6 +96,77 @@ async def test_more_than_fits_into_memory(stage: Backstage, tmp_path: Path, url:
         await client.put_batch({f"k{at}": _content(3 * at) for at in range(12)})  # it is left there
         await client.put_batch({f"k{at}": _content(3 * at) for at in range(12)})
     assert not MemoryFileSystem.store
+
+
+@pytest.mark.parametrize("url", ["", "memory://"], ids=["files", "objects"])
+async def test_what_is_on_the_disk_of_a_drained_volume_goes_to_the_others(
+    stage: Backstage, tmp_path: Path, url: str
+) -> None:
+    """And while that goes on, everything can be read; then the volume is taken away."""
+    place = f"{url}{tmp_path}"
+    spills = {"spill": place, "when_full": "spillable", "spill_capacity": 1 << 30}
+    async with attached(stage, tmp_path, 2, repair_bandwidth=0, **spills) as made:
+        client = await _client(made, 2)
+        count = 84
+        for at in range(count):
+            await client.put(f"k{at}", _content(at))
+        mapped = await client.get("k81")  # zero-copy
+        name = (await client.stat("k81")).volume
+        volume = int(name[-1])
+        assert _mover(made).sites[volume].space.used > 10 * MB
+        report = await client.drain(volume, wait=False)
+        assert report.spilled_bytes > 10 * MB
+        for at in range(0, count, 5):
+            assert torch.equal(await client.get(f"k{at}"), _content(at)), at
+
+        async def only_readers_are_left() -> bool:
+            now = await client.drain(volume, wait=False)
+            return not now.spilled_bytes and now.nbytes == now.leased_bytes
+
+        await until(only_readers_are_left, 100)
+        assert torch.equal(mapped, _content(81))
+        del mapped
+        gc.collect()
+        assert (await client.drain(volume, timeout=60)).done
+        assert not _mover(made).sites[volume].space.used
+        repair = (await client.status()).repair
+        assert repair.copied_bytes > 60 * MB
+        for at in range(count, count + 6):
+            await client.put(f"k{at}", _content(at))
+        stage.call(made.lines[volume].close)
+
+        async def is_lost() -> bool:
+            return bool((await client.status()).volumes[volume].lost)
+
+        await until(is_lost)
+        for at in range(count + 6):
+            assert torch.equal(await client.get(f"k{at}"), _content(at)), at
+    assert not MemoryFileSystem.store
+
+
+async def test_a_volume_is_not_drained_when_the_disk_of_the_other_one_is_full(
+    stage: Backstage, tmp_path: Path
+) -> None:
+    """What cannot go stays; put back in service, or with room elsewhere, all is as before."""
+    spills = {"spill": str(tmp_path), "when_full": "spillable", "spill_capacity": 64 * MB}
+    async with attached(stage, tmp_path, 2, repair_bandwidth=0, **spills) as made:
+        client = await _client(made, 2)
+        count = 40
+        for at in range(count):
+            await client.put(f"k{at}", noise(4 * MB, at))
+        with pytest.raises(ts.DrainError, match=r"no room: .*spill_capacity=") as caught:
+            await client.drain(0, timeout=100)
+        assert caught.value.details["stuck_values"] > 2
+        for at in range(count):
+            assert torch.equal(await client.get(f"k{at}"), noise(4 * MB, at)), at
+        await client.delete_batch([f"k{at}" for at in range(count // 2)])
+        assert (await client.drain(0, timeout=100)).done
+        assert (await client.drain(0, undo=True)).draining is False
+        for at in range(count // 2):
+            await client.put(f"k{at}", noise(4 * MB, at))
+        for at in range(count):
+            assert torch.equal(await client.get(f"k{at}"), noise(4 * MB, at)), at
+        assert made.server.controller.volumes[0].used
 
 
 async def test_a_disk_of_a_volume_that_is_full(

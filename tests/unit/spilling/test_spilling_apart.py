@@ -48,7 +48,13 @@ class Apart(World):
         sites = [Site(one.capacity, one) for one in spilled if one is not None]
         self.mover = Mover(str(self.folder), sites, self.attached, by_volume=True)
         strategy = decode_strategy("spread", b"{}", Registry())
-        options: dict[str, Any] = {"mover": self.mover, "later": self.later, "prefault": False}
+        options: dict[str, Any] = {
+            "mover": self.mover,
+            "later": self.later,
+            "prefault": False,
+            "start_copier": self.draining.start,
+            "repair_bandwidth": 0,
+        }
         self.controller = RecordedController(self.logs[-1], self.attached, strategy, **options)
         self.controller.restore()
         for at, volume in enumerate(self.attached):
@@ -71,6 +77,10 @@ class Apart(World):
         if not self.attached[at].lost:
             self.attached[at].memory.grown(answer)
             self.controller.grown(at, answer.usable)
+
+    def spoil_disk(self, at: int) -> None:
+        assert not self.mover.sites[at].space.used
+        os.ftruncate(self.threads[at].file.fd, 0)  # type: ignore[attr-defined]
 
     def lose_the_controller(self, *, anew: bool) -> None:
         self.fds = tuple([os.dup(threads.file.fd) for threads in self.threads])

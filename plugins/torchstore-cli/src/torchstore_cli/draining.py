@@ -31,7 +31,7 @@ async def drain(
     Raises:
         DrainError: something cannot be moved, or somebody else has put it back in service.
         StoreTimeoutError: it takes longer.
-        ConfigurationError: there is no such volume, it is lost, or it cannot be drained.
+        ConfigurationError: there is no such volume, or it is lost.
     """
     until = math.inf if wait is None else time.monotonic() + wait
     async with open_store(address, timeout) as store:

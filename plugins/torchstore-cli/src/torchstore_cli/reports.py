@@ -202,6 +202,7 @@ class Drained(msgspec.Struct, frozen=True):
     stuck_values: int
     stuck_bytes: int
     why: str
+    spilled_bytes: int
     text: str
 
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -13,7 +14,7 @@ import torch
 from tests.monarch import acts
 from tests.monarch.jobs import Job
 from tests.monarch.losses import end_store
-from tests.support import noise
+from tests.support import noise, until
 
 import torchstore_core as ts
 
@@ -79,6 +80,22 @@ async def test_more_than_fits_and_a_server_that_is_killed(
     assert after.incarnation == before.incarnation
     assert [volume.pid for volume in after.volumes] == [volume.pid for volume in before.volumes]
     assert list(tmp_path.iterdir()) == []  # the files have no names
+    # A volume is drained, and taken away with its disk, while the server is killed once more.
+    draining = asyncio.ensure_future(two_hosts.root(_drain, 0))
+    await until(functools.partial(_is_draining, two_hosts), 60)
+    os.kill((await two_hosts.root(acts.status)).controller_pid, signal.SIGKILL)
+    assert await draining
+    os.kill(after.volumes[0].pid, signal.SIGKILL)
+    for n in (0, 1):
+        assert await two_hosts.at(1, _is_there, f"host{n}/", 0, 48)
+
+
+async def _drain(volume: int) -> bool:
+    return (await ts.drain(volume, timeout=200)).done
+
+
+async def _is_draining(job: Job) -> bool:
+    return (await job.root(acts.status)).volumes[0].draining
 
 
 async def _lost(key: str, count: int) -> list[str]:

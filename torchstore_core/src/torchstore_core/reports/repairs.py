@@ -72,11 +72,13 @@ class DrainReport(msgspec.Struct, frozen=True):
         volume: the id of the volume.
         draining: whether it is drained, so that no put goes to it; False once that was undone.
         nbytes: the bytes of its memory that are in use, by values, their readers, and puts that had
-            begun before. It is empty when they are 0.
+            begun before, and of its disk. It is empty when they are 0.
         leased_bytes: what readers lease of its bytes, zero-copy tensors for example.
         unfinished_bytes: what puts that had begun before still write to it.
         stuck_values, stuck_bytes: what cannot be moved, though there is nothing else left to do.
         why: why not; empty if all can.
+        spilled_bytes: how many of its bytes are on its disk, if it has one of its own to spill to;
+            where all volumes share one, what is there need not go.
     """
 
     volume: str
@@ -87,6 +89,7 @@ class DrainReport(msgspec.Struct, frozen=True):
     stuck_values: int = 0
     stuck_bytes: int = 0
     why: str = ""
+    spilled_bytes: int = 0
 
     @property
     def done(self) -> bool:
@@ -103,6 +106,7 @@ class DrainReport(msgspec.Struct, frozen=True):
         parts = [
             f"{human_bytes(self.leased_bytes)} leased by readers" if self.leased_bytes else "",
             f"{human_bytes(self.unfinished_bytes)} being written" if self.unfinished_bytes else "",
+            f"{human_bytes(self.spilled_bytes)} on its disk" if self.spilled_bytes else "",
             f"{count_text(self.stuck_values, 'value')} ({human_bytes(self.stuck_bytes)}) cannot be "
             f"moved: {self.why}"
             if self.stuck_values

@@ -137,17 +137,12 @@ class Controller:
             self._holders,
             self._free,
             self.release,
+            self.spilling,
             later,
             start_copier,
             repair_bandwidth,
         )
-        refuses = ""
-        if mover is not None:
-            refuses = (
-                "this store spills values to disk, and those are not moved to other volumes yet. "
-                "Start it without spill="
-            )
-        self.drains = Drains(self.volumes, self.repairs, later, refuses)
+        self.drains = Drains(self.volumes, self.repairs, later)
 
     def when_recorded(self, call: Callable[[], None]) -> bool:
         """Call something when all that was asked for has been done. False, and it is not called,
@@ -616,7 +611,7 @@ class Controller:
         """
         if self.repairs.active and len(self.repairs.leavings):
             leases, parts = list(leases), list(parts)
-            self.repairs.leavings.released(session, leases, parts)
+            self.repairs.released(session, leases, parts)
         returned: list[Value | None] = []
         for lease in leases:
             held = session.leases.pop(lease, None)
@@ -720,12 +715,12 @@ class Controller:
             return
         if self.holds.containers:
             self.holds.containers_gone(values)
+        if self.repairs.active:
+            self.repairs.freed(values)
         if self.spilling.active:
             values = self.spilling.forget(values)
         if len(self.spilling.room):
             self.spilling.retry_soon()
-        if self.repairs.active:
-            values = self.repairs.freed(values)
         ranges: dict[int, tuple[list[int], list[int]]] = {}  # offsets and sizes, by volume
         last = -1
         offsets: list[int] = []
@@ -755,8 +750,8 @@ class Controller:
         """
         if self.volumes[index].lost:
             return
+        self.spilling.lose(index)  # which still knows whose file has what
         self.lost_volumes.lose(index, why, self.catalog, self._holders.values())
-        self.spilling.lose(index)
         self._apply(*self.unfinished.lose(self.lost_volumes.reason))
         self.detached.volume_lost()
         self.repairs.volume_lost(index)

@@ -31,7 +31,8 @@ class VolumeOperations(ReferenceOperations):
         background and at most at the store's ``repair_bandwidth``. What it has is dropped as soon
         as there are as many copies elsewhere as the strategy wants, or as other volumes are left.
         Readers, also those with zero-copy tensors, keep what they have; its memory counts as used
-        until they let go.
+        until they let go. If it spills to a place of its own, what is there goes, too; where the
+        other volumes lack room, they spill as for puts.
 
         Draining goes on when this call has ended, by its timeout for example. To call it again is
         to wait again.
@@ -51,8 +52,7 @@ class VolumeOperations(ReferenceOperations):
                 room and call it again, or undo it.
             StoreTimeoutError: it takes longer, for example because somebody still reads what is
                 there.
-            ConfigurationError: there is no such volume, it is lost, or the store spills to disk,
-                where values are not moved yet.
+            ConfigurationError: there is no such volume, or it is lost.
 
         >>> async def main():  # ``lossy-1`` moves to another host
         ...     report = await ts.drain("lossy-1", timeout=600)

@@ -78,7 +78,30 @@ class _Read(msgspec.Struct, array_like=True, tag=5):
     content: bytes = b""
 
 
-_Step = _Dropped | _Evicted | _Reading | _Ended | _Reserved | _Read
+class _Aside(msgspec.Struct, array_like=True, tag=6):
+    """What is not part of the request before it: another step."""
+
+    step: bytes
+
+
+class _Fetching(msgspec.Struct, array_like=True, tag=7):
+    """Values are being read to these places, because they have to leave a volume. This is not part
+    of a request.
+    """
+
+    numbers: list[int]
+    places: list[tuple[int, int]]
+
+
+class _Counted(msgspec.Struct, array_like=True, tag=8):
+    """Values in the server's own memory count on another volume. This is not part of a request."""
+
+    numbers: list[int]
+    volume: int
+
+
+_Step = _Dropped | _Evicted | _Reading | _Ended | _Reserved | _Read | _Aside | _Fetching | _Counted
+_APART = _Reserved | _Read | _Aside | _Fetching | _Counted
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Step).decode
 _decode_extent = msgspec.msgpack.Decoder(Extent).decode
@@ -105,7 +128,7 @@ class RecordedSpilling(Spilling):
     ) -> None:
         self._record = record
         self._next_step = next_step
-        self._repeats = False
+        self._repeats = self._is_aside = False
         self._numbered: dict[int, Tracked] = {}  # while records are repeated
         super().__init__(*args)
 
@@ -172,14 +195,14 @@ class RecordedSpilling(Spilling):
         of = self._numbered.__getitem__
         while (body := self._next_step(False)) is not None:
             step = _decode(body)
-            if isinstance(step, _Reserved | _Read):
+            if isinstance(step, _APART):
                 break
             self._next_step(True)
             match step:
                 case _Dropped():
                     self._drop_again(step)
                 case _Evicted():
-                    self._evict_these(list(map(of, step.numbers)))
+                    self.evict_these(list(map(of, step.numbers)))
                 case _Reading():
                     with suppress(Delayed):  # as the end of these steps says, too
                         mover.read(list(map(of, step.numbers)))
@@ -191,25 +214,46 @@ class RecordedSpilling(Spilling):
                     return bool(step.how)
         raise _delayed()
 
-    def _drop(self, clean: Sequence[Tracked]) -> None:
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        self._is_aside = True
+        try:
+            yield
+        finally:
+            self._is_aside = False
+
+    def _record_step(self, step: _Dropped | _Evicted) -> None:
+        body = _encode(step)
+        self._record(_encode(_Aside(body)) if self._is_aside else body, SPARE_OF_STEPS)
+
+    def drop(self, clean: Sequence[Tracked]) -> None:
         if not self._repeats:
             where = [one.extent for one in clean if one.extent is not None]
             numbers = [one.number for one in clean]
-            self._record(
-                _encode(_Dropped(numbers, where, [one.sums for one in clean])), SPARE_OF_STEPS
-            )
-        super()._drop(clean)
+            self._record_step(_Dropped(numbers, where, [one.sums for one in clean]))
+        super().drop(clean)
 
     def _drop_again(self, step: _Dropped) -> None:
         dropped = [self._numbered[number] for number in step.numbers]
         for one, extent, sums in zip(dropped, step.extents, step.sums, strict=True):
             one.extent, one.sums = extent, sums
-        self._drop(dropped)
+        self.drop(dropped)
 
-    def _evict_these(self, found: Sequence[Tracked]) -> None:
-        if found and self._mover is not None and not self._repeats:
-            self._record(_encode(_Evicted([one.number for one in found])), SPARE_OF_STEPS)
-        super()._evict_these(found)
+    def evict_these(self, found: Sequence[Tracked]) -> None:
+        # Without a spill file what is evicted for requests depends on these alone.
+        if found and not self._repeats and (self._mover is not None or self._is_aside):
+            self._record_step(_Evicted([one.number for one in found]))
+        super().evict_these(found)
+
+    def _fetching(self, wanted: Sequence[Tracked], places: Sequence[tuple[int, int]]) -> None:
+        step = _Fetching([one.number for one in wanted], list(places))
+        self._record(_encode(step), SPARE_OF_STEPS)
+
+    def count_on(self, moved: Sequence[Tracked], index: int) -> None:
+        if not self._repeats:
+            step = _Counted([one.number for one in moved], index)
+            self._record(_encode(step), SPARE_OF_STEPS)
+        super().count_on(moved, index)
 
     def _begin_reading(self, values: Sequence[Tracked], mover: Mover) -> bool:
         if values:
@@ -238,13 +282,28 @@ class RecordedSpilling(Spilling):
             ProtocolError: it says something else, so that the log was not repeated as it was
                 written.
         """
-        step = _decode(body)
-        if self._mover is None or not isinstance(step, _Read):
+        of, step = self._numbered.__getitem__, _decode(body)
+        if isinstance(step, _Aside):
+            inner = _decode(step.step)
+            if isinstance(inner, _Dropped):
+                self._drop_again(inner)
+            elif isinstance(inner, _Evicted):
+                self.evict_these(list(map(of, inner.numbers)))
+        elif isinstance(step, _Fetching) and self._mover is not None:
+            wanted = list(map(of, step.numbers))
+            self._mover.take_places(wanted, step.places)
+            self._mover.read_to(wanted, step.places)
+        elif isinstance(step, _Counted):
+            self.count_on(list(map(of, step.numbers)), step.volume)
+        elif isinstance(step, _Read) and self._mover is not None:
+            self._note_read_again(of(step.number), step, self._mover)
+        else:
             raise ProtocolError(f"the log has a {type(step).__name__} out of place")
-        tracked = self._numbered[step.number]
+
+    def _note_read_again(self, tracked: Tracked, step: _Read, mover: Mover) -> None:
         tracked.failure, tracked.is_damaged = step.failure, step.is_damaged
         tracked.content = step.content
-        self._mover.note_read(tracked)
+        mover.note_read(tracked)
         if tracked.state is State.CLEAN:
             self._only_in_memory(tracked)
 

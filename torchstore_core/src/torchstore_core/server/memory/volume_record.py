@@ -123,7 +123,12 @@ class VolumeRecord:
     @property
     def free(self) -> int:
         """The bytes that are left for puts, though maybe not in one piece."""
-        return 0 if self.closed else max(0, self.info.capacity_bytes - self.used)
+        return 0 if self.closed else self.left
+
+    @property
+    def left(self) -> int:
+        """The same, whether or not something new may be placed there."""
+        return 0 if self.lost else max(0, self.info.capacity_bytes - self.used)
 
     def lose(self, why: str) -> None:
         """Record that the volume's memory is permanently lost."""

@@ -17,12 +17,14 @@ class Entry(msgspec.Struct, eq=False):
         key: by which the strategy places it; that of an entry of a state dict is ``<key>/<name>``.
         copies: how many copies there are of it.
         why: why it cannot be copied at the moment; empty if it is not known that it cannot.
+        waits: whether it only waits for memory of its own volume, to be read from disk.
     """
 
     value: Value
     key: str
     copies: int
     why: str = ""
+    waits: bool = False
 
 
 class Backlog:

@@ -19,7 +19,6 @@ class Drains:
 
     Args:
         later: calls something after so many seconds.
-        refuses: why no volume of this store can be drained, and what to do; empty if they can.
     """
 
     def __init__(
@@ -27,19 +26,17 @@ class Drains:
         volumes: Sequence[VolumeRecord],
         repairs: Repairs,
         later: Callable[[float, Callable[[], None]], object],
-        refuses: str,
     ) -> None:
         self._volumes = volumes
         self._repairs = repairs
         self._later = later
-        self.refuses = refuses
         self._is_timed = False
 
     def drain(self, request: m.Drain) -> DrainReport:
         """Begin to drain a volume, undo it, or only look; returns how far it is.
 
         Raises:
-            ConfigurationError: there is no such volume, it is lost, or none can be drained.
+            ConfigurationError: there is no such volume, or it is lost.
             DrainError: no other volume is in service.
         """
         volume = self._named(request.volume)
@@ -65,8 +62,6 @@ class Drains:
 
     def _check(self, volume: VolumeRecord) -> None:
         name = volume.info.id
-        if self.refuses:
-            raise ConfigurationError(f"volume {name} cannot be drained: {self.refuses}")
         if not any(other is not volume and not other.closed for other in self._volumes):
             raise DrainError(
                 f"volume {name} cannot be drained: no other volume of the store is in service, so "
@@ -81,12 +76,16 @@ class Drains:
         stuck = []
         if volume.draining and repairs.idle:
             stuck = [e for e in repairs.parked if index in dict(e.value.places)]
+            if volume.leased or volume.unfinished:  # there will be memory to read them
+                stuck = [e for e in stuck if not e.waits]
+        on_disk = repairs.departures.disk_bytes(index)
         return DrainReport(
             volume=volume.info.id,
             draining=volume.draining,
-            nbytes=volume.allocator.used,
+            nbytes=volume.allocator.used + on_disk,
             leased_bytes=volume.leased,
             unfinished_bytes=volume.unfinished,
+            spilled_bytes=on_disk,
             stuck_values=len(stuck),
             stuck_bytes=sum(e.value.nbytes for e in stuck),
             why=next((e.why for e in stuck), ""),
@@ -107,7 +106,7 @@ class Drains:
             self._is_timed = False
             drained = [v for v in self._volumes if v.draining and not v.lost]
             if drained:
-                if self._repairs.idle and any(v.allocator.used for v in drained):
+                if self._repairs.idle and any(self.report(v).nbytes for v in drained):
                     self._repairs.look()
                 self._look_later(min(2 * delay, _LONGEST_S))
 

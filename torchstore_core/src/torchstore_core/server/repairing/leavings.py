@@ -21,7 +21,7 @@ from torchstore_core.server.memory.volume_record import VolumeRecord
 _Reader = tuple[bytes, int, int]
 
 
-class _Left(msgspec.Struct, eq=False):
+class Left(msgspec.Struct, eq=False):
     """The memory of a copy that was dropped, and those that may still read it."""
 
     value: Value
@@ -42,18 +42,18 @@ class Leavings:
     ) -> None:
         self._volumes = volumes
         self._holders = holders
-        self._left: dict[int, list[_Left]] = {}  # by the id() of the value
+        self._left: dict[int, list[Left]] = {}  # by the id() of the value
 
     def __len__(self) -> int:
         return len(self._left)
 
     @property
-    def all(self) -> list[_Left]:
+    def all(self) -> list[Left]:
         """All that is kept."""
         return [left for some in self._left.values() for left in some]
 
     @all.setter
-    def all(self, kept: Iterable[_Left]) -> None:
+    def all(self, kept: Iterable[Left]) -> None:
         for left in kept:
             self._left.setdefault(id(left.value), []).append(left)
 
@@ -61,14 +61,14 @@ class Leavings:
         """Drop the copies on a volume of values that have another one."""
         record = self._volumes[volume]
         freed: list[tuple[int, int]] = []
-        read: dict[int, _Left] = {}
+        read: dict[int, Left] = {}
         for value in values:
             offset = dict(value.places).get(volume)
             if offset is None or len(value.places) < 2:
                 continue
             forget_copy(value, volume)
             if value.pins:
-                read[id(value)] = _Left(value, volume, offset, set())
+                read[id(value)] = Left(value, volume, offset, set())
             else:
                 freed.append((offset, value.nbytes))
         if read:
@@ -82,7 +82,7 @@ class Leavings:
         if freed:
             record.allocator.free(freed)
 
-    def _note_readers(self, read: Mapping[int, _Left]) -> None:
+    def _note_readers(self, read: Mapping[int, Left]) -> None:
         for token, session in self._holders.items():
             for lease, held in session.leases.items():
                 for at, value in enumerate(held):
@@ -110,7 +110,7 @@ class Leavings:
                     self._ended(value, (session.token, lease, at))
 
     def _ended(self, value: Value, reader: _Reader) -> None:
-        kept: list[_Left] = []
+        kept: list[Left] = []
         for left in self._left.pop(id(value)):
             left.readers.discard(reader)
             if left.readers:

@@ -11,6 +11,7 @@ ever lost or drained pays one look at ``active`` for each commit.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
@@ -18,7 +19,7 @@ from typing import Protocol
 import msgspec
 
 from torchstore_core.contracts.strategy import Strategy
-from torchstore_core.errors import ProtocolError
+from torchstore_core.errors import ProtocolError, StoreFullError
 from torchstore_core.reports.bandwidths import DEFAULT_BANDWIDTH
 from torchstore_core.reports.repairs import RepairStatus
 from torchstore_core.server.index.catalog import Catalog
@@ -28,9 +29,13 @@ from torchstore_core.server.memory.allocator import rounded
 from torchstore_core.server.memory.leases import Leases
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.repairing.backlog import Backlog, Entry, Parked
+from torchstore_core.server.repairing.departures import Departures
 from torchstore_core.server.repairing.leavings import Leavings
 from torchstore_core.server.repairing.rates import Rate
 from torchstore_core.server.repairing.targets import Targets
+from torchstore_core.server.spilling.delays import Delayed
+from torchstore_core.server.spilling.policy import Tracked
+from torchstore_core.server.spilling.spilling import Spilling
 from torchstore_core.wire import messages as m
 
 log = logging.getLogger(__name__)
@@ -87,6 +92,7 @@ class Repairs:
         holders: the sessions that may have leases, by token.
         free: frees the memory of values that nobody holds any more.
         release: releases leases; see ``Controller.release``.
+        spilling: the values that may leave memory.
         later: calls something after so many seconds.
         start: starts a copier beside a volume, unless there is one; see
             ``messages.StartCopier``.
@@ -95,6 +101,7 @@ class Repairs:
     Attributes:
         active: whether a volume was ever lost or drained.
         leavings: copies that were dropped, and are still read.
+        departures: values that may leave memory, on volumes that are drained.
     """
 
     def __init__(
@@ -107,6 +114,7 @@ class Repairs:
         holders: Mapping[bytes, SessionRecord],
         free: Callable[[Iterable[Value]], None],
         release: Callable[[SessionRecord, list[int], list[tuple[int, list[int]]]], None],
+        spilling: Spilling,
         later: Callable[[float, Callable[[], None]], object],
         start: StartsCopier,
         bandwidth: int = DEFAULT_BANDWIDTH,
@@ -117,14 +125,19 @@ class Repairs:
         self._sessions = sessions
         self._free = free
         self._release = release
+        self._spilling = spilling
         self._later = later
         self._start = start
         self.bandwidth = bandwidth
         self.active = False
         self.leavings = Leavings(volumes, holders)
         self.targets = Targets(volumes, strategy)
+        self.departures = Departures(volumes, spilling)
         self.backlog = Backlog()
         self.parked = Parked()
+        spilling.settled = self._settled
+        self._is_waiting = False  # for room in memory
+        self._refused = 0  # no room can be made for so many bytes, for the time being
         self._copiers: list[Copier] = []  # that wait for something to do
         self._starting: set[int] = set()  # volumes beside which a copier starts
         self._batch: _Batch | None = None
@@ -140,7 +153,8 @@ class Repairs:
     @property
     def idle(self) -> bool:
         """Whether all is done that can be done."""
-        return not (len(self.backlog) or self._batch or self._search or self._retry_is_due)
+        waiting = len(self.backlog) + len(self.departures) + self._is_waiting
+        return not (waiting or self._batch or self._search or self._retry_is_due)
 
     # ---- what lacks copies ----------------------------------------------------------------
 
@@ -198,6 +212,8 @@ class Repairs:
 
     def _consider(self, key: str, value: Value, leaving: dict[int, list[Value]]) -> None:
         """Note a value that lacks copies, or has some that are not needed any more."""
+        if self._spilling.active and not self.departures.is_ready(self.targets.entry(key, value)):
+            return
         if self.targets.lacks(value):
             self.backlog.add(self.targets.entry(key, value))
         elif value.data is None and (value.uses or value.pins):
@@ -206,7 +222,37 @@ class Repairs:
 
     def _drop(self, leaving: Mapping[int, list[Value]]) -> None:
         for at, values in leaving.items():
-            self.leavings.drop({id(v): v for v in values}.values(), at)
+            dropped = {id(v): v for v in values}.values()
+            self.departures.leave(dropped, at)
+            self.leavings.drop(dropped, at)
+        if leaving and len(self._spilling.room):
+            self._spilling.retry_soon()
+
+    def _settled(self, tracked: Tracked) -> None:
+        """A value is no longer being written to disk, or read from there."""
+        was_fetched = self.departures.came(tracked)
+        if not self.active:
+            return
+        leaving: dict[int, list[Value]] = {}
+        for key, value in named_values(tracked.key, [] if tracked.gone else [tracked.value]):
+            if was_fetched and tracked.failure:
+                self._park(self.targets.entry(key, value), _unreadable(key, tracked))
+            else:
+                self._consider(key, value, leaving)
+        self._drop(leaving)
+        self.retry_soon(_RETRY_S)
+        self._pump()
+
+    def released(
+        self,
+        session: SessionRecord,
+        leases: Sequence[int],
+        parts: Sequence[tuple[int, list[int]]],
+    ) -> None:
+        """Leases of a session are about to be released; see ``Controller.release``."""
+        if len(self.leavings):
+            self.leavings.released(session, leases, parts)
+            self.retry_soon(_RETRY_S)
 
     def committed(self, txn: Txn) -> None:
         """A put was committed that may have begun before a volume was lost or drained."""
@@ -220,17 +266,13 @@ class Repairs:
         self._drop(leaving)
         self._pump()
 
-    def freed(self, values: Iterable[Value]) -> list[Value]:
-        """Nobody holds these values any more, and their memory is about to be freed. Returns
-        them.
-        """
-        gone = list(values)
-        for value in gone:
+    def freed(self, values: Iterable[Value]) -> None:
+        """Nobody holds these values any more, and what they have is about to be freed."""
+        for value in values:
             self.backlog.forget(value)
             self.parked.forget(value)
         if len(self.parked):
             self.retry_soon(_RETRY_S)
-        return gone
 
     def retry_soon(self, delay: float = 0.0) -> None:
         """Something has changed for values that could not be copied."""
@@ -306,14 +348,41 @@ class Repairs:
     # ---- batches --------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Begin the next batch, if that is possible now."""
-        if self._batch is not None or self._pauses or self._search is not None:
+        """Begin the next batch, if that is possible now, and fetch what comes behind it."""
+        if self._search is not None or self._is_waiting:
             return
+        self._refused = 0
+        try:
+            if self._batch is None and not self._pauses:
+                self._begin_next()
+            if len(self.departures):
+                self._fetch()
+        except Delayed as delayed:
+            self._is_waiting = True
+            delayed.then(self._wait_no_more)
+        except StoreFullError as full:  # the log cannot grow: it is tried again
+            self._trouble = full.message
+            self._back_off()
+
+    def _wait_no_more(self) -> None:
+        self._is_waiting = False
+        self._pump()
+
+    def _begin_next(self) -> None:
+        """Begin the next batch.
+
+        Raises:
+            Delayed: there is no room for it, but there will be.
+            StoreFullError: what makes room for it cannot be recorded.
+        """
         order = self.targets.order()
         while (entry := self._next()) is not None:
-            place = self.targets.reserve(entry, order)
+            try:
+                place = self._place(entry, order)
+            except (Delayed, StoreFullError):
+                self.backlog.add(self.targets.entry(entry.key, entry.value), first=True)
+                raise
             if place is None:
-                self._park(entry)
                 continue
             copier = self._copier(place[0])
             if copier is None:
@@ -322,13 +391,91 @@ class Repairs:
                 return
             self._begin(copier, place[0], self._gathered(entry, place, order))
             return
-        self._dismiss()
+        if not len(self.departures):
+            self._dismiss()
 
-    def _park(self, entry: Entry) -> None:
+    def _place(
+        self, entry: Entry, order: Callable[[Entry], Sequence[int]]
+    ) -> tuple[int, int] | None:
+        """Memory for a further copy of a value. If the volumes have no room, some is made. If that
+        cannot be, either, None: the value has left memory, or is parked.
+
+        Raises:
+            Delayed, StoreFullError: as :meth:`_begin_next`.
+        """
+        departures, nbytes = self.departures, entry.value.nbytes
+        while True:
+            reserved = departures.reserved(nbytes)
+            if reserved is not None:
+                place = self.targets.reserve(entry, order, reserved=reserved)
+                if place is not None:
+                    return place
+            if departures.let_go(entry):
+                return None
+            may_try = reserved is not None and not 0 < self._refused <= nbytes
+            if may_try and departures.make_room(entry, reserved or ()):
+                continue
+            self._refused = min(self._refused or nbytes, nbytes)
+            if departures.evict(entry):
+                return None
+            self._park(entry, self.targets.why_not(entry) + self._spilling.why_no_more())
+            return None
+
+    def _fetch(self) -> None:
+        """Have values read that have to leave a disk, as many as the next batch may have.
+
+        Raises:
+            Delayed, StoreFullError: as :meth:`_begin_next`.
+        """
+        departures = self.departures
+        room = _BATCH_BYTES - departures.coming - self.backlog.nbytes
+        found: list[tuple[Entry, Tracked]] = []
+        places: list[tuple[tuple[int, int], int]] = []  # that there is room where they are to go
+        order = self.targets.order()
+        count = 0
+        try:
+            while room > 0 and len(found) < _BATCH_VALUES and (one := departures.take()):
+                found.append(one)
+                entry, tracked = one
+                if tracked.failure and tracked.is_damaged:
+                    found.pop()
+                    self._park(entry, _unreadable(entry.key, tracked))
+                    continue
+                if not tracked.is_inline:
+                    place = self._place(entry, order)
+                    if place is None:
+                        found.pop()
+                        continue
+                    places.append((place, entry.value.nbytes))
+                room -= entry.value.nbytes
+            for (at, offset), nbytes in places:
+                self._volumes[at].allocator.free([(offset, nbytes)])
+            places.clear()
+            count = departures.fetch(found)
+        finally:
+            for (at, offset), nbytes in places:
+                self._volumes[at].allocator.free([(offset, nbytes)])
+            departures.put_back([entry for entry, _ in found[count:]])
+        if found and not (count or departures.coming or len(self.backlog) or self._batch):
+            self._park_waiting()
+
+    def _park_waiting(self) -> None:
+        """Nothing is under way that would free memory of a volume for what it has on its disk."""
+        while (one := self.departures.take()) is not None:
+            entry, _ = one
+            volume = self._volumes[entry.value.volume]
+            entry.waits = True
+            self._park(
+                entry,
+                f"no room: {entry.key!r} has {entry.value.nbytes:,} bytes on the disk of volume "
+                f"{volume.info.id}, whose memory has {volume.left:,} left to read it back",
+            )
+
+    def _park(self, entry: Entry, why: str) -> None:
         """There is no place for a copy now. It is tried again when memory was freed, and now and
         then: the host may have more memory, without telling.
         """
-        self.parked.add(entry, self.targets.why_not(entry))
+        self.parked.add(entry, why)
         if not self._is_timed:
             self._is_timed = True
 
@@ -358,13 +505,16 @@ class Repairs:
         found = [(first, offset)]
         nbytes = first.value.nbytes
         others: list[Entry] = []
+        if not self.departures.has_room_for_more(at, _BATCH_BYTES):
+            return found
         while nbytes < _BATCH_BYTES and len(found) < _BATCH_VALUES and len(others) < _PASSED_OVER:
             entry = self._next()
             if entry is None:
                 break
             there = None
             if nbytes + entry.value.nbytes <= _BATCH_BYTES:
-                there = self.targets.reserve(entry, order, at)
+                with contextlib.suppress(Delayed):
+                    there = self.targets.reserve(entry, order, at)
             if there is None:
                 others.append(entry)
             else:
@@ -458,6 +608,7 @@ class Repairs:
                 unused.append(copy)
                 continue
             self._leases.add_copy(value, (copy.volume, copy.offset))
+            self.departures.leave([value], value.volume)
             values, nbytes = values + 1, nbytes + value.nbytes
             self._rate.add(value.nbytes)
         self.copied = values, nbytes
@@ -491,8 +642,11 @@ class Repairs:
         batch = self._batch
         under_way = (0, 0) if batch is None else (len(batch.entries), batch.nbytes)
         return RepairStatus(
-            values=len(self.backlog) + len(self.parked) + under_way[0],
-            nbytes=self.backlog.nbytes + self.parked.nbytes + under_way[1],
+            values=len(self.backlog) + len(self.parked) + len(self.departures) + under_way[0],
+            nbytes=self.backlog.nbytes
+            + self.parked.nbytes
+            + (self.departures.nbytes + self.departures.coming)
+            + under_way[1],
             stuck_values=len(self.parked),
             stuck_bytes=self.parked.nbytes,
             why=next((entry.why for entry in self.parked), ""),
@@ -503,3 +657,7 @@ class Repairs:
             bandwidth=self.bandwidth,
             trouble=self._trouble,
         )
+
+
+def _unreadable(key: str, tracked: Tracked) -> str:
+    return f"{key!r} cannot be read from disk: {tracked.failure}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.errors import PluginError
@@ -11,7 +11,6 @@ from torchstore_core.server.index.records import Value
 from torchstore_core.server.memory import strategy_calls
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.repairing.backlog import Entry
-from torchstore_core.server.spilling.delays import Delayed
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +63,11 @@ class Targets:
         return [at for at, offset in value.places if offset >= 0 and self._volumes[at].draining]
 
     def reserve(
-        self, entry: Entry, order: Callable[[Entry], Sequence[int]], only: int = -1
+        self,
+        entry: Entry,
+        order: Callable[[Entry], Sequence[int]],
+        only: int = -1,
+        reserved: Collection[int] = (),
     ) -> tuple[int, int] | None:
         """Allocate memory for a further copy of a value; returns the volume and the offset, or None
         if there is no room.
@@ -72,19 +75,20 @@ class Targets:
         Args:
             order: see :meth:`order`.
             only: reserve it only if this volume is the best one; -1: whichever is.
+            reserved: volumes that are left alone.
+
+        Raises:
+            Delayed: a volume is being asked whether its host has the memory.
         """
         value = entry.value
         has = {at for at, _ in value.places}
         for at in order(entry):
             volume = self._volumes[at]
-            if at in has or volume.closed or volume.free < value.nbytes:
+            if at in has or at in reserved or volume.closed or volume.free < value.nbytes:
                 continue
             if only not in (-1, at):
                 return None
-            try:
-                offset = volume.allocator.allocate(value.nbytes)
-            except Delayed:  # what has no room is tried again when the volume has answered
-                return None
+            offset = volume.allocator.allocate(value.nbytes)
             if offset is not None:
                 return at, offset
         return None

@@ -164,16 +164,19 @@ class Mover:
         values: Residency,
         moved: Callable[[bool], None],
         read: Callable[[Tracked], None],
+        settled: Callable[[Tracked], None] = lambda tracked: None,
         later: Callable[[float, Callable[[], None]], object] = lambda delay, call: None,
     ) -> None:
         """The values that it moves, what to call when it has tried to move some, with whether that
         has changed anything, and what to call with one that was read, or could not be, just before
-        its state changes; that raises StoreFullError if it may not change yet. ``later`` calls
-        something after so many seconds.
+        its state changes; that raises StoreFullError if it may not change yet. ``settled`` is
+        called with a value that is no longer being read or written; ``later`` calls something after
+        so many seconds.
         """
         self._values = values
         self._moved = moved
         self._ended = read
+        self._settled = settled
         self._later = later
 
     def repeat(self) -> None:
@@ -188,7 +191,7 @@ class Mover:
     def only_in_memory(self, tracked: Tracked) -> None:
         """Give up the copy on disk of a value that is in memory, too."""
         self._values.move(tracked, State.DIRTY)
-        self._discard(tracked)
+        self._discard(tracked, self._site(tracked))
 
     def go_on(self) -> None:
         """From now on, the files have what the values say; those that were being read are read."""
@@ -265,7 +268,8 @@ class Mover:
         """Have values written, the least recently used first, until ``nbytes`` are under way.
 
         Args:
-            only: only values of these volumes; None: any.
+            only: only values of these volumes; None: any, except for the files of volumes that are
+                drained.
             at_any_price: somebody waits for it. If a spill file is full, also give up the copies
                 in it of values that are in memory.
         """
@@ -282,7 +286,7 @@ class Mover:
             site
             for number, site in enumerate(self.sites)
             if not site.lost
-            and (only is None or not self.by_volume or number in only)
+            and (not self.by_volume or self._takes_more(number, only))
             and (
                 now >= site.paused_until
                 or (at_any_price and site.is_full and values.copied[number])
@@ -293,7 +297,7 @@ class Mover:
             return
 
         def is_ready(tracked: Tracked) -> bool:
-            if only is not None and tracked.value.volume not in only:
+            if not tracked.is_in(only):
                 return False
             return len(ready) == len(self.sites) or self._site(tracked) in ready
 
@@ -311,13 +315,27 @@ class Mover:
             self._write_to(site, [tracked for tracked in found if self._site(tracked) is site])
         if not found:
             for site in ready:
-                if values.oldest(State.DIRTY, wanted, functools.partial(self._is_at, site), 1):
+                if values.oldest(
+                    State.DIRTY, wanted, functools.partial(self._is_at, site, only), 1
+                ):
                     full = human_bytes(site.space.capacity)
                     self._pause(site, f"its capacity of {full} is used up (see spill_capacity=)")
                     site.is_full = True
 
-    def _is_at(self, site: Site, tracked: Tracked) -> bool:
-        return self._site(tracked) is site
+    def _takes_more(self, number: int, only: Collection[int] | None) -> bool:
+        """Whether values of the volume with this file are written to it."""
+        return not self._volumes[number].draining if only is None else number in only
+
+    def write_these(self, wanted: Sequence[Tracked]) -> None:
+        """Have these values written, as far as there is room and the disk takes something. There is
+        one file for all volumes.
+        """
+        [site] = self.sites
+        if not site.lost and moments.monotonic() >= site.paused_until:
+            self._write_to(site, [tracked for tracked in wanted if self._fits(tracked)])
+
+    def _is_at(self, site: Site, only: Collection[int] | None, tracked: Tracked) -> bool:
+        return tracked.is_in(only) and self._site(tracked) is site
 
     def _write_to(self, site: Site, found: Sequence[Tracked]) -> None:
         batch: list[Tracked] = []
@@ -404,9 +422,9 @@ class Mover:
             trouble = done.trouble(at)
             is_progress = is_progress or tracked.gone or trouble is None
             if tracked.gone:
-                self._discard(tracked)
+                self._discard(tracked, site)
             elif trouble is not None:
-                self._discard(tracked)
+                self._discard(tracked, site)
                 self._values.move(tracked, State.DIRTY, first=True)
                 self._pause(site, trouble.why)
             else:
@@ -415,6 +433,8 @@ class Mover:
                 tracked.sums = done.sums[at]
                 self.written_bytes += tracked.value.nbytes
                 self._values.move(tracked, State.CLEAN)
+        for tracked in batch:
+            self._settled(tracked)
         self._moved(is_progress)
 
     def _pause(self, site: Site, why: str) -> None:
@@ -437,6 +457,18 @@ class Mover:
         Raises:
             Delayed: a volume is being asked whether its host has the memory; nothing is done.
         """
+        places = self.allocate(wanted)
+        if places is None:
+            return False
+        self.read_to(wanted, places)
+        return True
+
+    def allocate(self, wanted: Sequence[Tracked]) -> list[tuple[int, int]] | None:
+        """Allocate memory to read values into: all of it, or none, which is None.
+
+        Raises:
+            Delayed: as for :meth:`read`.
+        """
         places: list[tuple[int, int]] = []
         try:
             for tracked in wanted:
@@ -446,15 +478,20 @@ class Mover:
                 places.append(place)
         finally:
             if len(places) < len(wanted):
-                for taken, other in zip(places, wanted, strict=False):
-                    self._free_place(other, taken)
-        if len(places) < len(wanted):
-            return False
+                self.free_places(wanted, places)
+        return places if len(places) == len(wanted) else None
+
+    def free_places(self, wanted: Sequence[Tracked], places: Sequence[tuple[int, int]]) -> None:
+        """Free what was allocated for the first of these values."""
+        for tracked, place in zip(wanted, places, strict=False):
+            self._free_place(tracked, place)
+
+    def read_to(self, wanted: Sequence[Tracked], places: Sequence[tuple[int, int]]) -> None:
+        """Have values read to places that are allocated."""
         for tracked, place in zip(wanted, places, strict=True):
             self.note_reading(tracked, place)
         if not self._repeating:
             self._submit_reads(wanted)
-        return True
 
     def note_reading(self, tracked: Tracked, place: tuple[int, int]) -> None:
         """A value is being read to a place, which is allocated. Whether it could be before says
@@ -505,14 +542,13 @@ class Mover:
             )
 
     def _place(self, tracked: Tracked) -> tuple[int, int] | None:
-        """Memory for a value, in the volume where it was if there is room. What is in the server's
-        own memory only counts there; the offset is then -1.
+        """Memory for a value, in one of its :meth:`homes`. What is in the server's own memory only
+        counts there; the offset is then -1.
         """
         value, extent = tracked.value, tracked.extent
         head = 0 if extent is None else extent.head
-        order = sorted(self._volumes, key=lambda v: v.index != value.volume)
-        for volume in order[:1] if self.by_volume else order:
-            if volume.lost or volume.free < tracked.nbytes:
+        for volume in self.homes(tracked):
+            if volume.left < tracked.nbytes:
                 continue
             if tracked.is_inline:
                 volume.inline += tracked.nbytes
@@ -524,6 +560,24 @@ class Mover:
             if offset is not None:
                 return volume.index, offset
         return None
+
+    def homes(self, tracked: Tracked) -> Sequence[VolumeRecord]:
+        """The volumes that a value may come back to, best first. What the file of a volume has can
+        only come to the memory of this volume, also while it is drained.
+        """
+        own = tracked.value.volume
+        if self.by_volume:
+            return [self._volumes[own]]
+        order = sorted(self._volumes, key=lambda v: v.index != own)
+        return [volume for volume in order if not volume.closed]
+
+    def take_places(self, wanted: Sequence[Tracked], places: Sequence[tuple[int, int]]) -> None:
+        """Allocate just these places for values again."""
+        for tracked, (at, offset) in zip(wanted, places, strict=True):
+            if tracked.is_inline:
+                self._volumes[at].inline += tracked.nbytes
+            else:
+                self._volumes[at].allocator.take(offset, tracked.value.nbytes)
 
     def _free_place(self, tracked: Tracked, place: tuple[int, int]) -> None:
         """Free memory for a value; see :meth:`_place`."""
@@ -565,6 +619,7 @@ class Mover:
         waiting, tracked.waiting = tracked.waiting, []
         for ticket in waiting:
             ticket.one_read()
+        self._settled(tracked)
 
     def _end_read_again(self, tracked: Tracked) -> None:
         self._end_read(tracked)
@@ -578,7 +633,7 @@ class Mover:
         if tracked.gone or tracked.failure:
             self._free_place(tracked, tracked.place)
         if tracked.gone:
-            self._discard(tracked)
+            self._discard(tracked, self._site(tracked))
         elif tracked.failure:
             self._values.move(tracked, State.ON_DISK)
         else:
@@ -597,13 +652,13 @@ class Mover:
         if tracked.state is State.READING:
             return False  # freed as soon as nothing is read into it any more
         if tracked.state is not State.WRITING:
-            self._discard(tracked)
+            self._discard(tracked, self._site(tracked))
         return tracked.state is not State.ON_DISK
 
-    def _discard(self, tracked: Tracked) -> None:
+    def _discard(self, tracked: Tracked, site: Site) -> None:
+        """Free what a value has of a file."""
         if tracked.extent is not None:
             if not self._repeating:
-                site = self._site(tracked)
                 freed = site.space.release(tracked.extent)
                 if site.file.frees:
                     self._free(site, freed)

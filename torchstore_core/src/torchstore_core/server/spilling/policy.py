@@ -18,7 +18,7 @@ import enum
 import heapq
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -94,6 +94,12 @@ class Tracked(msgspec.Struct, eq=False):
     def is_free_to_go(self) -> bool:
         """Whether nobody reads it, or is about to."""
         return not (self.value.pins or self.wanted)
+
+    def is_in(self, only: Collection[int] | None) -> bool:
+        """Whether it has a copy in one of these volumes; None: in any."""
+        if only is None or self.value.volume in only:
+            return True
+        return any(at in only for at, _ in self.value.more)
 
 
 class Ticket:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from torchstore_core import moments
@@ -49,6 +50,8 @@ class Spilling:
         default: as above, for puts that keep no older versions; never 0.
         active: whether any value is tracked. Until then there is nothing to do here.
         room: requests that wait for room.
+        mover: as above.
+        settled: called with a value that is no longer being read or written.
         evicted: how many values have been evicted, and how many bytes they had.
     """
 
@@ -68,6 +71,7 @@ class Spilling:
         self.default = default or m.PINNED
         self._later = later
         self._mover = mover
+        self.settled: Callable[[Tracked], None] = lambda tracked: None
         self.active = False
         self.values = Residency(by_volume=mover is not None and mover.by_volume)
         self.room = RoomQueue()
@@ -75,12 +79,17 @@ class Spilling:
         self._last_progress = 0.0
         self._retry_is_due = self._is_timed = False
         if mover is not None:
-            mover.begin(self.values, self._moved, self._read_ended, later)
+            mover.begin(self.values, self._moved, self._read_ended, self._settled, later)
+
+    @property
+    def mover(self) -> Mover | None:
+        """Moves values between memory and spill files; None: the store has no such file."""
+        return self._mover
 
     @property
     def _capacity(self) -> int:
-        """Bytes of all volumes that are not lost."""
-        return sum([v.info.capacity_bytes for v in self._volumes if not v.lost])
+        """Bytes of all volumes that are in service."""
+        return sum([v.info.capacity_bytes for v in self._volumes if not v.closed])
 
     # ---- puts -----------------------------------------------------------------------------
 
@@ -173,9 +182,11 @@ class Spilling:
 
     def _bring_back(self, values: Sequence[Tracked], mover: Mover) -> None:
         nbytes = sum(t.nbytes for t in values)
-        only = {t.value.volume for t in values} if mover.by_volume else None
+        only = {v.index for t in values for v in mover.homes(t)}
+        most = sum([self._volumes[at].info.capacity_bytes for at in only])
+        anywhere = len(only) == len(self._volumes)
         while not self._begin_reading(values, mover):
-            if nbytes <= self._capacity and self._make_room(nbytes, only=only):
+            if nbytes <= most and self._make_room(nbytes, only=None if anywhere else only):
                 continue
             count = f"{len(values):,} values" if len(values) > 1 else repr(values[0].value.key)
             leased = sum(v.leased for v in self._volumes)
@@ -233,10 +244,15 @@ class Spilling:
         Raises:
             Delayed: some will be freed soon.
         """
-        if not reserved:
+        others = {v.index for v in self._volumes if not v.draining} - {*reserved}
+        if len(others) == len(self._volumes):
             return self._make_room(nbytes, keys)
-        others = {v.index for v in self._volumes} - {*reserved}
         return self._make_room(nbytes, keys, others)
+
+    def make_room_for_copy(self, nbytes: int, reserved: Collection[int]) -> bool:
+        """The same for a copy that the store makes by itself."""
+        with self.aside():
+            return Spilling.make_room(self, nbytes, (), reserved)
 
     def _make_room(
         self, nbytes: int, keys: Collection[str] = (), only: Collection[int] | None = None
@@ -246,15 +262,15 @@ class Spilling:
             raise self.delayed("others were waiting for room in memory before")
 
         def is_there(tracked: Tracked) -> bool:
-            return only is None or tracked.value.volume in only
+            return tracked.is_in(only)
 
-        there = [v for v in self._volumes if not v.lost and (only is None or v.index in only)]
-        free = max((v.free for v in there), default=0)
+        there = [v for v in self._volumes if only is None or v.index in only]
+        free = max((v.left for v in there), default=0)
         short = nbytes - free if nbytes > free else nbytes
         mover = self._mover
         most = sys.maxsize if mover is None else _MOST_AT_ONCE
         if clean := self.values.oldest(State.CLEAN, short, is_there, most):
-            self._drop(clean)
+            self.drop(clean)
             return self._made_room(len(clean) == most)
         if found := self._evict(short, keys, most, is_there):
             return self._made_room(found == most)
@@ -312,13 +328,14 @@ class Spilling:
         full = [
             volume.index
             for number, site in enumerate(mover.sites)
-            if not self._leaves_room(number, site, self._served(mover, number), nbytes)
+            if not (mover.by_volume and self._volumes[number].draining)
+            and not self._leaves_room(number, site, self._served(mover, number), nbytes)
             for volume in self._served(mover, number)
         ]
         if not full:
             return frozenset()
         mover.write(nbytes, only=full)
-        if not all(volume.lost or volume.index in full for volume in self._volumes):
+        if not all(volume.closed or volume.index in full for volume in self._volumes):
             return frozenset(full)
         if self.values.bytes_of[State.WRITING]:
             raise self.delayed(self._why_full(mover))
@@ -347,7 +364,7 @@ class Spilling:
         many. What the server has in its own memory takes none of it, but counts towards the
         capacity.
         """
-        alive = {volume.index: volume for volume in volumes if not volume.lost}
+        alive = {volume.index: volume for volume in volumes if not volume.closed}
         there = sum(volume.free for volume in alive.values()) - nbytes
         free = [
             (volume.index, offset, size)
@@ -414,7 +431,7 @@ class Spilling:
         if there < _LOW * self._capacity or of[State.WRITING]:
             self._mover.write(int(_HIGH * self._capacity) - there + of[State.WRITING])
 
-    def _drop(self, clean: Sequence[Tracked]) -> None:
+    def drop(self, clean: Sequence[Tracked]) -> None:
         """Free the memory of values that are on disk, too."""
         ranges: dict[int, list[tuple[int, int]]] = {}
         for tracked in clean:
@@ -445,10 +462,17 @@ class Spilling:
             ),
             most,
         )
-        self._evict_these(found)
+        self.evict_these(found)
         return len(found)
 
-    def _evict_these(self, found: Sequence[Tracked]) -> None:
+    def can_evict(self, tracked: Tracked) -> bool:
+        """Whether the version of a cached value can be evicted now."""
+        if tracked.state is not State.CACHED or not tracked.is_free_to_go:
+            return False
+        return self._catalog.evictions.can_evict(tracked.key, tracked.value, newest_too=True)
+
+    def evict_these(self, found: Sequence[Tracked]) -> None:
+        """Evict the versions that have these values."""
         for tracked in found:
             if tracked.gone:  # it went with another one of its version
                 continue
@@ -470,6 +494,51 @@ class Spilling:
         for tracked in self.values.tracked(values):
             self.values.take_in(tracked)
 
+    # ---- volumes that are drained, see ``repairing.departures`` ----------------------------
+
+    def aside(self) -> AbstractContextManager[None]:
+        """What leaves memory within this does not do so for a request."""
+        return nullcontext()
+
+    def fetch(self, wanted: Sequence[Tracked]) -> bool:
+        """Have values read that are on disk, so that they can be copied elsewhere. False if there
+        is no room for all of them where they are to come.
+
+        Raises:
+            Delayed: a volume is being asked whether its host has the memory.
+            StoreFullError: it cannot be recorded.
+        """
+        mover = self._mover
+        places = None if mover is None else mover.allocate(wanted)
+        if mover is None or places is None:
+            return False
+        try:
+            self._fetching(wanted, places)
+        except StoreFullError:
+            mover.free_places(wanted, places)
+            raise
+        mover.read_to(wanted, places)
+        return True
+
+    def _fetching(self, wanted: Sequence[Tracked], places: Sequence[tuple[int, int]]) -> None:
+        """Values are about to be read to these places."""
+
+    def why_no_more(self) -> str:
+        """Why not more can be spilled, as text behind why there is no room; empty if it can."""
+        mover = self._mover
+        return f"; nothing more can be spilled: {mover.trouble}" if mover and mover.trouble else ""
+
+    def count_on(self, moved: Sequence[Tracked], index: int) -> None:
+        """Values in the server's own memory, and nowhere else, count on another volume."""
+        for tracked in moved:
+            value = tracked.value
+            self._volumes[value.volume].inline -= value.nbytes
+            self._volumes[index].inline += value.nbytes
+            value.volume = index
+
+    def _settled(self, tracked: Tracked) -> None:
+        self.settled(tracked)
+
     # ---- ends -----------------------------------------------------------------------------
 
     def lose(self, index: int) -> None:
@@ -484,7 +553,7 @@ class Spilling:
             value = tracked.value
             if value.volume != index or tracked.state is State.CACHED:
                 continue
-            if value.data is None:
+            if value.data is None and not value.more:
                 self.values.remove(value)
                 mover.forget(tracked)
             elif tracked.state is State.CLEAN:
