@@ -541,7 +541,7 @@ async def test_a_server_that_ends_takes_no_more_members() -> None:
             await asyncio.sleep(0)
         os.kill(runtime.server_pid, signal.SIGCONT)
         assert await leaving is True
-        with pytest.raises(ts.StoreClosedError, match="last rank has left|^no store at"):
+        with pytest.raises(ts.StoreClosedError, match=r"last rank has left|^no store at"):
             await joining
     finally:
         await runtime.stop(5)
