@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import sys
 from collections.abc import Callable
 from typing import TypeVar
@@ -43,4 +42,4 @@ def is_torch_unfinished() -> bool:
 def finish_torch() -> None:
     """Wait until no other thread is importing torch; imports nothing itself. Blocks."""
     if is_torch_unfinished():
-        importlib.import_module("torch")
+        import torch  # noqa: F401 - which waits for that thread
