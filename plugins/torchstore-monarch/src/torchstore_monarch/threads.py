@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import sys
 from collections.abc import Callable
 from typing import TypeVar
@@ -30,16 +31,19 @@ async def where_it_fits(nbytes: int, work: Callable[[], T]) -> T:
     return work() if nbytes <= DIRECT_MAX else await in_thread(work)
 
 
+_TORCH = "torch"
+
+
 def is_torch_unfinished() -> bool:
     """Return whether a thread is importing torch, which takes seconds: there is a module already,
     without its classes. The engine asks of all memory whether it is a tensor as soon as there is
     such a module, and fails until it has them.
     """
-    torch = sys.modules.get("torch")
+    torch = sys.modules.get(_TORCH)
     return torch is not None and not hasattr(torch, "Tensor")
 
 
 def finish_torch() -> None:
     """Wait until no other thread is importing torch; imports nothing itself. Blocks."""
     if is_torch_unfinished():
-        import torch  # noqa: F401 - which waits for that thread
+        importlib.import_module(_TORCH)
