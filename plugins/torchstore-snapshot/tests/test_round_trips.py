@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -335,6 +336,11 @@ def test_the_collector_goes_on_as_it_was() -> None:
             assert not gc.isenabled()
         assert not gc.isenabled()
     assert gc.isenabled()
+    with no_collections():
+        child = os.fork()
+        if not child:
+            os._exit(not gc.isenabled())
+    assert os.waitpid(child, 0)[1] == 0  # whatever threads of this process did at that moment
     gc.disable()
     try:
         with no_collections():

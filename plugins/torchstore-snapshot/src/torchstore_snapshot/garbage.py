@@ -9,13 +9,15 @@ cost a processor.
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 __all__ = ["no_collections"]
 
-_lock = threading.Lock()
+# A collection may begin while it is held, and run what pauses collections, too.
+_lock = threading.RLock()
 _depth = 0
 _collects = False
 
@@ -27,14 +29,25 @@ def no_collections() -> Iterator[None]:
     """
     global _depth, _collects
     with _lock:
-        if not _depth:
+        _depth += 1
+        if _depth == 1:
             _collects = gc.isenabled()
             gc.disable()
-        _depth += 1
     try:
         yield
     finally:
         with _lock:
-            _depth -= 1
-            if not _depth and _collects:
+            if _depth == 1 and _collects:
                 gc.enable()
+            _depth -= 1
+
+
+def _after_fork_in_child() -> None:
+    """The threads that have paused the collector are not there."""
+    global _lock, _depth
+    if _depth and _collects:
+        gc.enable()
+    _lock, _depth = threading.RLock(), 0
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
