@@ -29,9 +29,9 @@ _TRANSFERS, _TRANSFERRED = 32, 512 << 10
 _HANDSHAKES, _ASKED = 64, 128 << 10
 _CLIENTS = 12
 # What may be left of each round. Memory that grows with use grows in all rounds, allocators do not.
-# In one round, something else in the process may give back as much.
+# In a round or two, something else in the process may give back as much.
 _OF_TRANSFERS, _OF_HANDSHAKES, _OF_CLIENTS = 4 * _MB, 2 * _MB, 4 * _MB
-_ROUNDS, _QUIET = 6, 2
+_ROUNDS, _QUIET = 8, 3
 # On a busy machine, a half may be late to give back what a client had that has just left.
 _LOOKS, _REST_S = 10, 0.2
 _READ = 70_001
