@@ -147,8 +147,7 @@ class Departures:
         """The volumes that a copy leaves alone; see ``Spilling.reserved``, which also says what is
         raised.
         """
-        spilling = self._spilling
-        return Spilling.reserved(spilling, nbytes) if spilling.active else ()
+        return self._spilling.reserved_for_copy(nbytes)
 
     def has_room_for_more(self, index: int, nbytes: int) -> bool:
         """Whether so many bytes may go to a volume without looking at each value."""

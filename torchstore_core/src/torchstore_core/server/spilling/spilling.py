@@ -249,8 +249,12 @@ class Spilling:
             return self._make_room(nbytes, keys)
         return self._make_room(nbytes, keys, others)
 
+    def reserved_for_copy(self, nbytes: int) -> Collection[int] | None:
+        """As :meth:`reserved`, for a copy that the store makes by itself, which is no request."""
+        return Spilling.reserved(self, nbytes) if self.active else ()
+
     def make_room_for_copy(self, nbytes: int, reserved: Collection[int]) -> bool:
-        """The same for a copy that the store makes by itself."""
+        """As :meth:`make_room`, for such a copy."""
         with self.aside():
             return Spilling.make_room(self, nbytes, (), reserved)
 
