@@ -12,7 +12,7 @@ setup(
         Extension(
             "torchstore_core._native",
             sources=[f"native/{name}.c" for name in _NAMES],
-            depends=["native/turns.h"],
+            depends=["native/prefetching.h", "native/turns.h"],
             extra_compile_args=["-O2"],
             optional=True,
         )

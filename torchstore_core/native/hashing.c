@@ -15,8 +15,7 @@
 #include <string.h>
 
 #if defined(__x86_64__)
-#include <immintrin.h>
-
+#include "prefetching.h"
 #include "turns.h"
 
 /* Ranges of which one after the other has a turn. */
@@ -94,10 +93,12 @@ INLINED void scramble(__m256i *sums) {
     }
 }
 
-/* Adds ``stripes`` stripes, and copies them if ``to`` is not NULL; ``stream``: past the cache. */
-INLINED void add_stripes(__m256i *sums, char *to, const char *from, size_t stripes, int stream) {
+/* Adds ``stripes`` stripes, and copies them if ``to`` is not NULL; ``stream``: past the cache. What is
+ * not copied is prefetched; ``alone``: see prefetching.h. */
+INLINED void add_stripes(__m256i *sums, char *to, const char *from, size_t stripes, int stream,
+                         int alone) {
     for (size_t one = 0; one < stripes; one++, from += STRIPE) {
-        if (to == NULL) _mm_prefetch(from + AHEAD, _MM_HINT_NTA);
+        if (to == NULL) prefetch_once(from + AHEAD, alone);
         __m256i words[2] = {load(from), load(from + 32)};
         for (int half = 0; half < 2 && to != NULL; half++) {
             __m256i *there = (__m256i *)(to + one * STRIPE) + half;
@@ -109,9 +110,10 @@ INLINED void add_stripes(__m256i *sums, char *to, const char *from, size_t strip
 }
 
 INLINED void add_some(__m256i *sums, char *to, const char *from, size_t stripes) {
-    if (to == NULL) add_stripes(sums, NULL, from, stripes, 0);
-    else if ((uintptr_t)to % 32 == 0) add_stripes(sums, to, from, stripes, 1);
-    else add_stripes(sums, to, from, stripes, 0);
+    if (to == NULL && prefetches_alone()) add_stripes(sums, NULL, from, stripes, 0, 1);
+    else if (to == NULL) add_stripes(sums, NULL, from, stripes, 0, 0);
+    else if ((uintptr_t)to % 32 == 0) add_stripes(sums, to, from, stripes, 1, 0);
+    else add_stripes(sums, to, from, stripes, 0, 0);
 }
 
 static uint64_t word(const unsigned char *from) {

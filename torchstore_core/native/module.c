@@ -15,10 +15,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
+#include "prefetching.h"
 #include "turns.h"
 
 #define STREAM_MIN 16384
@@ -38,7 +35,9 @@ static void stream_line(char *to, const char *from) {
 /* So far ahead, memory is there in time, and still in the cache of the processor's own. */
 #define AHEAD 4096
 
-__attribute__((target("avx2"))) static inline void stream_wide_line(char *to, const char *from) {
+#define AVX2 __attribute__((target("avx2")))
+
+AVX2 static inline void stream_wide_line(char *to, const char *from) {
     __m256i a = _mm256_loadu_si256((const __m256i *)from);
     __m256i b = _mm256_loadu_si256((const __m256i *)(from + 32));
     _mm256_stream_si256((__m256i *)to, a);
@@ -46,27 +45,29 @@ __attribute__((target("avx2"))) static inline void stream_wide_line(char *to, co
 }
 
 /* Copies one line after the other, and prefetches what follows them at ``next``, if that is known. */
-#define STREAM_LINES(name, stream)                                                                 \
+#define STREAM_LINES(name, stream, alone)                                                          \
     static void name(char *dst, const char *src, size_t n, const char *next) {                     \
         size_t last = n > AHEAD ? n - AHEAD : 0;                                                   \
         for (size_t at = 0; at < n; at += 64) {                                                    \
-            if (at < last) _mm_prefetch(src + at + AHEAD, _MM_HINT_NTA);                           \
-            else if (next != NULL) _mm_prefetch(next + (at - last), _MM_HINT_NTA);                 \
+            if (at < last) prefetch_once(src + at + AHEAD, alone);                                 \
+            else if (next != NULL) prefetch_once(next + (at - last), alone);                       \
             stream(dst + at, src + at);                                                            \
         }                                                                                          \
     }
-STREAM_LINES(stream_narrow_lines, stream_line)
-__attribute__((target("avx2"))) STREAM_LINES(stream_wide_lines, stream_wide_line)
+STREAM_LINES(stream_narrow_lines, stream_line, 0)
+AVX2 STREAM_LINES(stream_wide_lines, stream_wide_line, 0)
+AVX2 STREAM_LINES(stream_wide_lines_alone, stream_wide_line, 1)
 
 /* The same for all whole lines of ``n`` bytes; returns how many bytes those have. */
 static size_t stream_lines(char *dst, const char *src, size_t n, const char *next) {
     size_t done = 0;
     n &= ~(size_t)63;
+    void (*copy)(char *, const char *, size_t, const char *) = stream_narrow_lines;
+    if (__builtin_cpu_supports("avx2"))
+        copy = prefetches_alone() ? stream_wide_lines_alone : stream_wide_lines;
     while (done < n) {
         size_t some = n - done < STEP ? n - done : STEP;
-        const char *after = done + some < n ? src + done + some : next;
-        if (__builtin_cpu_supports("avx2")) stream_wide_lines(dst + done, src + done, some, after);
-        else stream_narrow_lines(dst + done, src + done, some, after);
+        copy(dst + done, src + done, some, done + some < n ? src + done + some : next);
         if (some == STEP) torchstore_take_turns();
         done += some;
     }
@@ -601,9 +602,9 @@ static void sum_block(uint64_t *acc, const char *from, size_t stripes) {
 }
 
 #if defined(__x86_64__)
-/* The same for whole blocks, with four lanes in a register. */
-__attribute__((target("avx2"))) static size_t sum_blocks_avx2(uint64_t *acc, const char *from,
-                                                              size_t nbytes) {
+/* The same for whole blocks, with four lanes in a register. ``alone``: see prefetching.h. */
+AVX2 static inline __attribute__((always_inline)) size_t sum_wide(uint64_t *acc, const char *from,
+                                                                  size_t nbytes, int alone) {
     const __m256i *keys = (const __m256i *)sum_keys;
     const __m256i prime = _mm256_set1_epi64x(0x9e3779b1), step = _mm256_set1_epi64x((int64_t)SUM_TURN);
     __m256i sums[2], first[2];
@@ -615,6 +616,7 @@ __attribute__((target("avx2"))) static size_t sum_blocks_avx2(uint64_t *acc, con
     while (nbytes - done >= SUM_STRIPES * SUM_STRIPE) {
         __m256i turned[2] = {first[0], first[1]};
         for (int turn = 0; turn < SUM_STRIPES; turn++, done += SUM_STRIPE) {
+            prefetch_once(from + done + AHEAD, alone);
             for (int half = 0; half < 2; half++) {
                 __m256i words = _mm256_loadu_si256((const __m256i *)(from + done) + half);
                 __m256i mixed = _mm256_xor_si256(words, turned[half]);
@@ -634,6 +636,10 @@ __attribute__((target("avx2"))) static size_t sum_blocks_avx2(uint64_t *acc, con
     for (int half = 0; half < 2; half++)
         _mm256_storeu_si256((__m256i *)acc + half, sums[half]);
     return done;
+}
+
+AVX2 static size_t sum_blocks_avx2(uint64_t *acc, const char *from, size_t nbytes) {
+    return prefetches_alone() ? sum_wide(acc, from, nbytes, 1) : sum_wide(acc, from, nbytes, 0);
 }
 #endif
 
