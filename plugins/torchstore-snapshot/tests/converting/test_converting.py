@@ -333,7 +333,10 @@ def test_names_that_files_cannot_have(tmp_path: Path) -> None:
     assert torch.equal(again.pop("s"), torch.arange(24.0).view(4, 6))
     assert again.pop("..")[".."]["out"].tolist() == [1] * 4
     assert {name: len(value) for name, value in again.items()} == {
-        **{".": 5, "a\0b": 6, "n" * 300: 7, "s.0": 8}
+        ".": 5,
+        "a\0b": 6,
+        "n" * 300: 7,
+        "s.0": 8,
     }
 
 
