@@ -120,11 +120,13 @@ def references(name: str, manifest: Manifest) -> set[tuple[str, str]]:
     return {(file.snapshot or name, file.name) for file in manifest.files}
 
 
-def survey(place: Place, grace: float) -> Survey:
+def survey(place: Place, grace: float, after: int = 0) -> Survey:
     """Return a consistent view of a series.
 
     Args:
         grace: seconds without a sign of life after which a take on another host counts as dead.
+        after: leave out the manifests of snapshots that were committed no later than the one of
+            this sequence, and so refer to nothing that its take has written.
 
     Raises:
         SnapshotUnavailableError: snapshots are committed so often that no view was consistent.
@@ -141,9 +143,9 @@ def survey(place: Place, grace: float) -> Survey:
                 unfinished.add((name, info.name))
     for _ in range(_ATTEMPTS):
         claims = _claims(place, grace)
-        manifests, unreadable = _manifests(place, place.member.siblings())
+        manifests, unreadable = _manifests(place, list(_heads(place, after)))
         claims += _claims(place, grace)
-        again, still = _takes(place, unreadable)
+        again, still = _takes(place, unreadable, after)
         bounds = {n: head.sequence for n in still if (head := read_head(place.folder(n)))}
         takes = {name: manifest.take for name, manifest in manifests.items()}
         if again == takes and unreadable.keys() == still.keys():
@@ -225,15 +227,19 @@ def _claims(place: Place, grace: float) -> list[tuple[str, Record, bool]]:
     return [claim for found in each.values() for claim in found]
 
 
-def _heads(place: Place) -> dict[str, Head | None]:
-    return _each(sorted(place.member.siblings()), lambda name: read_head(place.folder(name)))
+def _heads(place: Place, after: int = 0) -> dict[str, Head | None]:
+    """The heads of all manifests but those that are known to be no later than a sequence."""
+    heads = _each(sorted(place.member.siblings()), lambda name: read_head(place.folder(name)))
+    return {n: head for n, head in heads.items() if head is None or head.sequence > after}
 
 
-def _takes(place: Place, unreadable: Collection[str]) -> tuple[dict[str, str], dict[str, str]]:
+def _takes(
+    place: Place, unreadable: Collection[str], after: int
+) -> tuple[dict[str, str], dict[str, str]]:
     """The takes of the manifests that there are now, and those that cannot be used, and why. Of one
     that is counted, and could be used before, only the first bytes are read: no manifest changes.
     """
-    heads = _heads(place)
+    heads = _heads(place, after)
     known = {n: head.take for n, head in heads.items() if head is not None and n not in unreadable}
     found, still = _manifests(place, [name for name in heads if name not in known])
     return known | {name: manifest.take for name, manifest in found.items()}, still
