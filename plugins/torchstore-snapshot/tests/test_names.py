@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from torchstore_core.errors import ConfigurationError, UnsupportedValueError
-from torchstore_snapshot import Snapshot, SnapshotNotFoundError, StateDict
+from torchstore_snapshot import Series, Snapshot, SnapshotNotFoundError, StateDict
 from torchstore_snapshot.converting import convert
 from torchstore_snapshot.format import safetensors_files
 
@@ -98,6 +99,35 @@ def test_a_base_by_another_path(tmp_path: Path) -> None:
         assert not taken.verify()
     taken = Snapshot.take(tmp_path / "link" / "9", state, base=tmp_path / "run/1", fsync=False)
     assert [file.snapshot for file in taken.manifest.files] == ["1"]
+
+
+def test_a_snapshot_by_a_link_elsewhere(tmp_path: Path) -> None:
+    series = Series(tmp_path / "run")
+    state = {"m": StateDict(w=torch.arange(5000.0), x=torch.zeros(5000))}
+    series.take("1", state, fsync=False)
+    state["m"]["x"] += 1
+    series.take("2", state, fsync=False)
+    (tmp_path / "best").symlink_to("run/2")
+    best = Snapshot(tmp_path / "best")
+    assert best.path == str(tmp_path / "best")
+    assert best.verify() == {}
+    own = StateDict(w=torch.zeros(5000), x=torch.zeros(5000))
+    best.restore({"m": own})
+    assert torch.equal(own["w"], torch.arange(5000.0))
+    assert own["x"].sum() == 5000
+    # What replaces it leaves nothing of it behind.
+    Snapshot.take(tmp_path / "best", state, overwrite=True, fsync=False)
+    assert (tmp_path / "best").is_symlink()
+    (data,) = (tmp_path / "run" / "2").glob("*.safetensors")
+    assert [data.name] == [file.name for file in Snapshot(tmp_path / "run/2").manifest.files]
+    # One that was moved, with a link in its place, may still refer to what is beside the link.
+    state["m"]["x"] += 1
+    series.take("3", state, fsync=False)
+    (tmp_path / "large").mkdir()
+    shutil.move(tmp_path / "run" / "3", tmp_path / "large" / "3")
+    (tmp_path / "run" / "3").symlink_to(tmp_path / "large" / "3")
+    Snapshot(tmp_path / "run" / "3").restore({"m": own})
+    assert own["x"].sum() == 10000
 
 
 def test_a_glob_alone_is_no_list_of_globs(tmp_path: Path) -> None:

@@ -320,6 +320,26 @@ def test_there_and_back(tmp_path: Path) -> None:
                 assert (other.codec, other.data) == (entry.codec, entry.data)
 
 
+def test_names_that_files_cannot_have(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"..": {"..": {"out": torch.ones(4)}}, ".": torch.ones(5)}
+    state |= {"a\0b": torch.ones(6), "n" * 300: torch.ones(7), "s": sharded(), "s.0": torch.ones(8)}
+    Snapshot.take(tmp_path / "s", {"..": StateDict(state)}, fsync=False)
+    (tmp_path / "in").mkdir()
+    convert(tmp_path / "s", tmp_path / "in" / "out", to="torchsnapshot", fsync=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "s"]
+    assert [path.name for path in (tmp_path / "in").iterdir()] == ["out"]
+    convert(tmp_path / "in" / "out", tmp_path / "again", fsync=False)
+    again = Snapshot(tmp_path / "again").get_state_dict_for_key("..")
+    assert torch.equal(again.pop("s"), torch.arange(24.0).view(4, 6))
+    assert again.pop("..")[".."]["out"].tolist() == [1] * 4
+    assert {name: len(value) for name, value in again.items()} == {
+        ".": 5,
+        "a\0b": 6,
+        "n" * 300: 7,
+        "s.0": 8,
+    }
+
+
 def test_torchsnapshots_that_are_damaged_or_forged(tmp_path: Path) -> None:
     source = tmp_path / "t"
     shutil.copytree(DATA / "one-rank", source)
@@ -409,5 +429,10 @@ def test_what_cannot_be_converted(tmp_path: Path) -> None:
     )
     with pytest.raises(ts.UnsupportedValueError, match="float8"):
         convert(tmp_path / "fp8", tmp_path / "out", to="torchsnapshot")
+    Snapshot.take(
+        tmp_path / "int4", {"m": StateDict(w=torch.empty(2, dtype=torch.int4))}, fsync=False
+    )
+    with pytest.raises(ts.UnsupportedValueError, match="w' is int4"):
+        convert(tmp_path / "int4", tmp_path / "out", to="dcp")
     assert not (tmp_path / "out").exists()
     assert leavings(tmp_path) == []

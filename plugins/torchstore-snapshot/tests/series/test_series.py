@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
+from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import fsspec
 import msgspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
 import torchstore_core as ts
 from torchstore_snapshot import Series, Snapshot, StateDict, gc
+from torchstore_snapshot.format.paths import MANIFEST
 from torchstore_snapshot.format.weight_maps import MAP
 
 
@@ -83,6 +89,51 @@ def test_a_base_that_others_have_dropped_meanwhile(tmp_path: Path, background: b
     assert (state.rest, series.names()) == ([], ["2", "3"])
     assert {file.snapshot for file in taken.manifest.files} == {"2"}
     assert taken.verify() == {}
+
+
+class _Counting(MemoryFileSystem):
+    """Counts the bytes that are read of manifests."""
+
+    protocol = ("counting", "memory")
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    nbytes: ClassVar[int] = 0
+
+    def cat_file(self, path: str, *args: Any, **options: Any) -> Any:
+        data = super().cat_file(path, *args, **options)
+        if path.endswith(MANIFEST):
+            _Counting.nbytes += len(data)
+        return data
+
+    @classmethod
+    def during(cls, call: Callable[[], object]) -> int:
+        before = cls.nbytes
+        call()
+        return cls.nbytes - before
+
+
+def test_of_earlier_snapshots_only_the_first_bytes_are_read() -> None:
+    fsspec.register_implementation("counting", _Counting, clobber=True)
+    url = f"counting://{secrets.token_hex(8)}"
+    series = Series(url)
+    many = {"m": StateDict({f"l.{i}": torch.ones(4) for i in range(300)})}
+    for name in "123":
+        series.take(name, many)
+    read_by_few = _Counting.during(lambda: series.take("4", many))
+    for number in range(5, 20):
+        series.take(str(number), many)
+    size = len(_Counting().cat_file(f"{url}/4/{MANIFEST}"))
+    assert read_by_few > size > 20_000
+    assert _Counting.during(lambda: series.take("20", many)) - read_by_few < size // 2
+    assert size <= _Counting.during(series.latest) < 2 * size
+    assert series.latest().path == f"{url}/20"
+    # So of those that a take has written whose files are replaced: none of them refers to these.
+    small = {"m": StateDict(w=torch.ones(4))}
+    Snapshot.take(f"{url}/latest", small)
+    replace = partial(Snapshot.take, f"{url}/latest", small, overwrite=True)
+    assert _Counting.during(replace) < size
+    files = _Counting().ls(f"{url}/latest", detail=False)
+    assert len([file for file in files if file.endswith(".safetensors")]) == 1
 
 
 def test_each_key_has_a_weight_map_of_its_own(tmp_path: Path) -> None:

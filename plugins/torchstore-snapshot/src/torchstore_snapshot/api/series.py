@@ -19,7 +19,7 @@ from torchstore_snapshot.format.paths import check_file_name
 from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.series.claims import GRACE_S
 from torchstore_snapshot.series.gc import GcReport, gc
-from torchstore_snapshot.series.survey import Place, survey
+from torchstore_snapshot.series.survey import Place, newest, survey
 from torchstore_snapshot.storage.opening import path_text
 from torchstore_snapshot.storage.settings import using
 
@@ -83,12 +83,12 @@ class Series:
         Raises:
             SnapshotNotFoundError: there is none.
         """
-        names = self.names()
-        if not names:
+        found = newest(self._place)
+        if found is None:
             raise SnapshotNotFoundError(
                 f"there is no snapshot in {self.path!r}", details={"path": self.path}
             )
-        return Snapshot(self._of(names[-1]), storage_options=self._storage_options)
+        return Snapshot(self._of(found[0]), storage_options=self._storage_options)
 
     def take(self, name: str, app_state: AppState, **options: Any) -> Snapshot:
         """Take the snapshot ``name``, and remove those that are not to be kept. Arguments and

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import (
 
 from torchstore_core import boxes
 from torchstore_core.clients.values.tensors import dtype_name
+from torchstore_core.errors import UnsupportedValueError
 from torchstore_snapshot.committing.options import TakeOptions
 from torchstore_snapshot.converting.dcp_metadata import read_metadata
 from torchstore_snapshot.converting.incoming import Member, chunk, tensor_item, write_parts
@@ -45,6 +46,10 @@ from torchstore_snapshot.restoring.reading import empty_for, execute, plan_reads
 from torchstore_snapshot.taking.collecting import Item
 
 __all__ = ["from_dcp", "to_dcp"]
+
+# The dtypes, beside those of floating-point and complex numbers, whose size torch can tell.
+_WHOLE = {torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64}
+_WHOLE |= {torch.int8, torch.int16, torch.int32, torch.int64}
 
 
 # ---- from -----------------------------------------------------------------------------------
@@ -167,12 +172,16 @@ def to_dcp(
     largest piece.
 
     Raises:
+        UnsupportedValueError: torch does not save tensors of some dtype.
         UnsafeObjectError: a value was pickled.
         SnapshotCorruptError: the snapshot is damaged.
         OSError: the folder cannot be written to, for example because the disk is full.
     """
     state = unfolded(files, manifest, rank, key, allow_pickle=allow_pickle)
     metadata: Metadata = described(state)
+    for name, what in metadata.state_dict_metadata.items():
+        if isinstance(what, TensorStorageMetadata):
+            _refuse_bits(name, what.properties.dtype)
     writer = FileSystemWriter(folder, sync_files=fsync)
     writer.set_up_storage_writer(True)
     parts = [SavePlan(items) for items in _grouped(state, metadata, file_max)]
@@ -185,6 +194,16 @@ def to_dcp(
         if failed is None:
             raise
         raise failed from error
+
+
+def _refuse_bits(name: str, dtype: torch.dtype) -> None:
+    """Refuse tensors whose elements are no whole bytes to torch, which cannot tell their size."""
+    if not (dtype.is_floating_point or dtype.is_complex or dtype in _WHOLE):
+        raise UnsupportedValueError(
+            f"{name!r} is {str(dtype).removeprefix('torch.')}, which torch.distributed.checkpoint "
+            "cannot save in a folder; store its bytes, as uint8",
+            key=name,
+        )
 
 
 def _storage_error(error: BaseException) -> OSError | None:

@@ -25,6 +25,7 @@ from torchstore_snapshot.converting.kinds import TORCHSNAPSHOT_METADATA
 from torchstore_snapshot.dcp.layout import Stored, holds_stored
 from torchstore_snapshot.dcp.objects import saved
 from torchstore_snapshot.dcp.reading import load_values
+from torchstore_snapshot.format.hashes import digest_of
 from torchstore_snapshot.format.manifest import Entries, Manifest, ObjectEntry
 from torchstore_snapshot.restoring.files import Files
 from torchstore_snapshot.restoring.reading import empty_for, execute, plan_reads, read_piece
@@ -40,6 +41,8 @@ _PLAIN = {
     "bool",
 }
 _SAVED = {"complex64", "complex128"}
+# Bytes in the name of a file. File systems have 255, and there may be a number behind it.
+_NAME_MAX = 200
 
 
 def to_torchsnapshot(
@@ -93,6 +96,26 @@ def _walk(path: str, value: Any) -> Iterator[tuple[str, Any, dict[str, Any] | No
     yield path, value, None
 
 
+def _location(path: str) -> str:
+    """Return where the file of a value is, in the folder: the path of the value, as far as each of
+    its steps can be the name of a file or folder there.
+
+    >>> _location("replicated/m/../%2Fw"), _location("0/./") == "0/%2E/%"
+    ('replicated/m/%2E%2E/%2Fw', True)
+    """
+    return "/".join(_file_name(step) for step in path.split("/"))
+
+
+def _file_name(step: str) -> str:
+    if step in ("", ".", ".."):
+        return step.replace(".", "%2E") or "%"
+    name = step.replace("\0", "%00")
+    data = name.encode()
+    if len(data) <= _NAME_MAX:
+        return name
+    return f"{data[: _NAME_MAX // 2].decode(errors='ignore')}%{digest_of(data)}"
+
+
 class _Folder:
     """A folder that is being written."""
 
@@ -144,10 +167,11 @@ class _Folder:
             }
         if holds_stored(value):
             value = load_values(self._files, path, value)
-        self.write(path, [saved(value).getvalue()])
+        location = _location(path)
+        self.write(location, [saved(value).getvalue()])
         return {
             "type": "object",
-            "location": path,
+            "location": location,
             "serializer": "torch_save",
             "obj_type": kind,
             "replicated": replicated,
@@ -161,13 +185,15 @@ class _Folder:
                 key=value.path,
             )
         plain = entry.dtype in _PLAIN
+        location = _location(path)
         chunks: list[dict[str, Any]] = []
         dtype = dtype_of(TensorMeta(entry.dtype, entry.shape), value.path)
         for number, box in enumerate(entry.boxes() or [boxes.whole(entry.shape)]):
             made = empty_for(value.path, entry, box.shape)
             reads = plan_reads(value.path, entry, made, box)
             execute(self._files, reads, check="during")
-            where = path if len(entry.pieces) < 2 else f"{path}.{number}"
+            # No name has this sign itself; see _walk().
+            where = location if len(entry.pieces) < 2 else f"{location}%{number}"
             data = bytes_of(value.path, made) if plain else saved(made).getbuffer()
             self.write(where, [data])
             tensor = {

@@ -230,8 +230,10 @@ def remove_replaced(storage: Storage, before: Manifest, files: Iterable[tuple[st
     rest = set(files)
     if not rest:
         return True
+    # Only later ones may refer to what its own take has written.
+    own = all(where == name and take_of(file) == before.take for where, file in rest)
     try:
-        seen = survey(Place.around(storage), GRACE_S)
+        seen = survey(Place.around(storage), GRACE_S, before.sequence if own else 0)
     except (TorchStoreError, OSError):
         return False
     if seen.reading:

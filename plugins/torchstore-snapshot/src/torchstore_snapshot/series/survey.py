@@ -9,7 +9,7 @@ or it began after the survey, with what the survey saw.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -20,6 +20,7 @@ from torchstore_snapshot.errors import (
     SnapshotNotFoundError,
     SnapshotUnavailableError,
 )
+from torchstore_snapshot.format.heads import Head
 from torchstore_snapshot.format.manifest import Manifest
 from torchstore_snapshot.series.claims import Record, claims_in
 from torchstore_snapshot.series.counting import read_head
@@ -27,7 +28,7 @@ from torchstore_snapshot.storage.base import FileInfo, KeepsUnfinished, Storage
 from torchstore_snapshot.storage.opening import open_storage, read_manifest
 from torchstore_snapshot.threads import run_tasks
 
-__all__ = ["Place", "Survey", "folder_name", "references", "survey"]
+__all__ = ["Place", "Survey", "folder_name", "newest", "references", "survey"]
 
 _THREADS = 8
 _ATTEMPTS = 50
@@ -119,11 +120,13 @@ def references(name: str, manifest: Manifest) -> set[tuple[str, str]]:
     return {(file.snapshot or name, file.name) for file in manifest.files}
 
 
-def survey(place: Place, grace: float) -> Survey:
+def survey(place: Place, grace: float, after: int = 0) -> Survey:
     """Return a consistent view of a series.
 
     Args:
         grace: seconds without a sign of life after which a take on another host counts as dead.
+        after: leave out the manifests of snapshots that were committed no later than the one of
+            this sequence, and so refer to nothing that its take has written.
 
     Raises:
         SnapshotUnavailableError: snapshots are committed so often that no view was consistent.
@@ -140,18 +143,15 @@ def survey(place: Place, grace: float) -> Survey:
                 unfinished.add((name, info.name))
     for _ in range(_ATTEMPTS):
         claims = _claims(place, grace)
-        manifests, unreadable = _manifests(place)
+        manifests, unreadable = _manifests(place, list(_heads(place, after)))
         claims += _claims(place, grace)
-        again, still = _manifests(place)
-        takes = {name: manifest.take for name, manifest in manifests.items()}
+        again, still = _takes(place, unreadable, after)
         bounds = {n: head.sequence for n in still if (head := read_head(place.folder(n)))}
-        if {n: m.take for n, m in again.items()} == takes and unreadable.keys() == still.keys():
+        takes = {name: manifest.take for name, manifest in manifests.items()}
+        if again == takes and unreadable.keys() == still.keys():
             break
     else:
-        raise SnapshotUnavailableError(
-            f"snapshots in {place.url!r} change all the time; try again later",
-            details={"path": place.url},
-        )
+        raise _changing(place)
     let_go = {r.take: set(r.lets_go) for _, r, lives in claims if not lives}
     stale = {r.take: r.retires for _, r, lives in claims if r.retires and not lives}
     claims = [claim for claim in claims if not claim[1].retires]
@@ -170,6 +170,39 @@ def survey(place: Place, grace: float) -> Survey:
         any(record.files is None for record in lively),
         {file for record in lively for file in record.files or ()},
         let_go,
+    )
+
+
+def newest(place: Place) -> tuple[str, Manifest] | None:
+    """Return the snapshot that was committed last, of those that can be read, by the name of its
+    folder; None if there is none. Of most others only the first bytes are read.
+
+    Raises:
+        SnapshotUnavailableError: snapshots are dropped so often that none could be read.
+        OSError: the storage failed.
+    """
+    for _ in range(_ATTEMPTS):
+        heads = _heads(place)
+        counted: dict[int, list[str]] = {}
+        for name, head in heads.items():
+            counted.setdefault(0 if head is None else head.sequence, []).append(name)
+        for sequence in sorted(counted, reverse=True):
+            names = counted[sequence]
+            found, unreadable = _manifests(place, names)
+            if any(heads[n] and n not in found and n not in unreadable for n in names):
+                break  # dropped since, perhaps because there is a newer one
+            if found:
+                name = max(found, key=lambda name: found[name].age)
+                return name, found[name]
+        else:
+            return None
+    raise _changing(place)
+
+
+def _changing(place: Place) -> SnapshotUnavailableError:
+    return SnapshotUnavailableError(
+        f"snapshots in {place.url!r} change all the time; try again later",
+        details={"path": place.url},
     )
 
 
@@ -194,7 +227,25 @@ def _claims(place: Place, grace: float) -> list[tuple[str, Record, bool]]:
     return [claim for found in each.values() for claim in found]
 
 
-def _manifests(place: Place) -> tuple[dict[str, Manifest], dict[str, str]]:
+def _heads(place: Place, after: int = 0) -> dict[str, Head | None]:
+    """The heads of all manifests but those that are known to be no later than a sequence."""
+    heads = _each(sorted(place.member.siblings()), lambda name: read_head(place.folder(name)))
+    return {n: head for n, head in heads.items() if head is None or head.sequence > after}
+
+
+def _takes(
+    place: Place, unreadable: Collection[str], after: int
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The takes of the manifests that there are now, and those that cannot be used, and why. Of one
+    that is counted, and could be used before, only the first bytes are read: no manifest changes.
+    """
+    heads = _heads(place, after)
+    known = {n: head.take for n, head in heads.items() if head is not None and n not in unreadable}
+    found, still = _manifests(place, [name for name in heads if name not in known])
+    return known | {name: manifest.take for name, manifest in found.items()}, still
+
+
+def _manifests(place: Place, names: Sequence[str]) -> tuple[dict[str, Manifest], dict[str, str]]:
     def of(name: str) -> Manifest | str | None:
         try:
             return read_manifest(place.folder(name))
@@ -203,7 +254,7 @@ def _manifests(place: Place) -> tuple[dict[str, Manifest], dict[str, str]]:
         except (SnapshotFormatError, SnapshotCorruptError, PermissionError) as error:
             return error.message if isinstance(error, TorchStoreError) else str(error)
 
-    each = _each(sorted(place.member.siblings()), of)
+    each = _each(sorted(names), of)
     found = {name: which for name, which in each.items() if isinstance(which, Manifest)}
     return found, {name: which for name, which in each.items() if isinstance(which, str)}
 

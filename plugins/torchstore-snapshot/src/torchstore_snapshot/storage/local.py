@@ -146,6 +146,17 @@ class LocalStorage:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = os.path.abspath(path)
+        self._link: str | None = None
+
+    @classmethod
+    def named(cls, path: str | os.PathLike[str]) -> LocalStorage:
+        """Return the folder that a path names. A link, such as ``latest``, is another name of a
+        folder; what is beside the snapshot there is beside that folder.
+        """
+        storage = cls(path)
+        if os.path.islink(storage._path) and os.path.isdir(storage._path):
+            storage._link, storage._path = storage._path, os.path.realpath(storage._path)
+        return storage
 
     @property
     def url(self) -> str:
@@ -283,7 +294,12 @@ class LocalStorage:
             os.unlink(self._in(name))
 
     def sibling(self, name: str) -> LocalStorage:
-        return LocalStorage(os.path.join(os.path.dirname(self._path), name))
+        path = os.path.join(os.path.dirname(self._path), name)
+        if self._link is not None and not os.path.isdir(path):
+            # Somebody has moved the folder, and left a link where it was, beside the others.
+            left = os.path.join(os.path.dirname(self._link), name)
+            path = left if os.path.isdir(left) else path
+        return LocalStorage(path)
 
     @_named
     def siblings(self) -> Sequence[str]:

@@ -39,7 +39,7 @@ def open_storage(path: str | os.PathLike[str]) -> Storage:
             f"{text!r} is a folder, which is opened without storage_options; they are for URLs",
             details={"path": text},
         )
-    return LocalStorage(text if local is None else _path_of(text, text[local.end() :]))
+    return LocalStorage.named(text if local is None else _path_of(text, text[local.end() :]))
 
 
 def path_text(path: object) -> str:

@@ -16,8 +16,8 @@ from torchstore_snapshot.format.manifest import Manifest
 from torchstore_snapshot.format.paths import new_take_id
 from torchstore_snapshot.garbage import no_collections
 from torchstore_snapshot.ranks import Ranks
-from torchstore_snapshot.series.claims import GRACE_S, Claim
-from torchstore_snapshot.series.survey import Place, folder_name, references, survey
+from torchstore_snapshot.series.claims import Claim
+from torchstore_snapshot.series.survey import Place, folder_name, newest, references
 from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.storage.local import LocalStorage
 from torchstore_snapshot.storage.opening import open_storage, read_manifest
@@ -224,11 +224,8 @@ def _read_base(
 
 def _newest(storage: Storage) -> tuple[Storage, Manifest] | None:
     """What is read under the claim can be referred to, even if it is dropped by now."""
-    found = survey(Place.around(storage), GRACE_S).manifests
-    if not found:
-        return None
-    name = max(found, key=lambda name: found[name].age)
-    return storage.sibling(name), found[name]
+    found = newest(Place.around(storage))
+    return None if found is None else (storage.sibling(found[0]), found[1])
 
 
 def _at(storage: Storage, path: str | os.PathLike[str]) -> tuple[Storage, Manifest]:
