@@ -9,7 +9,6 @@ use itself; unless the server has died and comes back: then the volume attaches 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Callable, Sequence
 
@@ -37,6 +36,7 @@ from torchstore_core.server.serving.frames import FrameProtocol
 from torchstore_core.server.spilling.delays import Delayed
 from torchstore_core.wire import framing
 from torchstore_core.wire import messages as m
+from torchstore_core.wire.calls import Calls
 from torchstore_core.wire.framing import FrameReader, encode, portable
 
 log = logging.getLogger(__name__)
@@ -170,60 +170,37 @@ class AttachedHalves:
 
     def __init__(self, volume_id: str) -> None:
         self._volume_id = volume_id
-        self._send: Callable[[m.Message], None] | None = None
         self._waiting: list[m.Message] = []  # until it is connected
-        self._ids = itertools.count(1)
-        self._pending: dict[int, asyncio.Future[bytes]] = {}
-        self._lost = ""
+        self._send: Callable[[m.Message], None] = self._waiting.append
+        self._calls: Calls[m.PeerReply] = Calls()
 
     async def handshake(self, peer: bytes, transport: str, request: bytes) -> bytes:
         """Pass the handshake to the volume, and return its answer."""
-        return await self._ask(m.PeerHandshake(next(self._ids), peer, transport, request))
+
+        def send(number: int) -> None:
+            self._send(m.PeerHandshake(number, peer, transport, request))
+
+        return (await self._calls.make(send)).data
 
     async def disconnect(self, peer: bytes, transport: str = "") -> None:
         """Ask the volume to disconnect ``peer``, and wait until it has."""
-        await self._ask(m.PeerGone(next(self._ids), peer, transport))
+        await self._calls.make(lambda number: self._send(m.PeerGone(number, peer, transport)))
 
     def connected(self, send: Callable[[m.Message], None]) -> None:
         """The volume is there (again)."""
         self._send = send
-        waiting, self._waiting = self._waiting, []
-        for message in waiting:
+        for message in self._waiting:
             send(message)
+        self._waiting.clear()
 
     def replied(self, reply: m.PeerReply) -> None:
         """Pass the volume's answer to the call that waits for it."""
-        pending = self._pending.get(reply.id)
-        if pending is None or pending.done():
-            return
-        if reply.code:
-            pending.set_exception(from_wire(reply.code, reply.message, None, reply.details))
-        else:
-            pending.set_result(reply.data)
+        self._calls.answered(reply)
 
     def lost(self, why: str) -> None:
         """Fail all calls, present and future, because the volume is gone."""
-        self._lost = why or "it is gone"
-        for pending in self._pending.values():
-            if not pending.done():
-                pending.set_exception(self._gone())
-
-    async def _ask(self, message: m.PeerHandshake | m.PeerGone) -> bytes:
-        if self._lost:
-            raise self._gone()
-        pending: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._pending[message.id] = pending
-        try:
-            if self._send is None:
-                self._waiting.append(message)
-            else:
-                self._send(message)
-            return await pending
-        finally:
-            del self._pending[message.id]
-
-    def _gone(self) -> TransportUnavailableError:
-        return TransportUnavailableError(f"volume {self._volume_id} is gone: {self._lost}")
+        text = f"volume {self._volume_id} is gone: {why or 'it is gone'}"
+        self._calls.fail(lambda: TransportUnavailableError(text))
 
 
 class KnownVolume(msgspec.Struct, frozen=True):
