@@ -42,7 +42,7 @@ from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.server.memory.segment import call_from_thread
 from torchstore_core.server.memory.volume import Volume, default_capacity, default_prefault
 from torchstore_core.server.memory.volume_record import VolumeRecord
-from torchstore_core.server.remote.attached import RETURN_S, AttachedVolume, KnownVolume
+from torchstore_core.server.remote.attached_volume import AttachedVolume, KnownVolume
 from torchstore_core.server.remote.process_watches import ProcessWatches
 from torchstore_core.server.repairing.copier_process import CopierProcess
 from torchstore_core.server.serving import inspection, journal
@@ -64,6 +64,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SHUTDOWN_GRACE_S = 0.5
+# How long a server that has come back waits for a volume. As long as for a relay that is silent.
+_RETURN_S = 15.0
 # After which time the keeper is asked again to hold what it had no descriptor for.
 _KEEP_AGAIN_S = 1.0
 # The name by which it has the listening socket.
@@ -609,7 +611,7 @@ class Server:
             if volume.spilled is not None:
                 volume.spilled.lost(volume.lost)
             return
-        self._loop.call_later(RETURN_S, give_up, f"it has not come back within {RETURN_S:g} s")
+        self._loop.call_later(_RETURN_S, give_up, f"it has not come back within {_RETURN_S:g} s")
         volume.watch(functools.partial(give_up, "its process has ended"))
 
     def _attached_again(
