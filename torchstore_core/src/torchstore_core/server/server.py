@@ -714,7 +714,7 @@ class Server:
 
         def ended() -> None:
             for index in range(self.options.num_storage_volumes):
-                self.controller.repairs.copier_ended(index)
+                self.controller.repairs.copiers.ended(index)
 
         call_from_thread(self._loop, ended)
 

@@ -291,7 +291,7 @@ class Conversation:
             case m.PeerReply():
                 volume.halves.replied(request)
             case m.CopierEnded():
-                self._server.controller.repairs.copier_ended(volume.index)
+                self._server.controller.repairs.copiers.ended(volume.index)
             case _:
                 raise ProtocolError(f"a volume does not send {type(request).__name__}")
 
