@@ -12,6 +12,7 @@ ever lost or drained pays one look at ``active`` for each commit.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -29,7 +30,7 @@ from torchstore_core.server.memory.leases import Leases
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.repairing.backlog import Backlog, Entry, Parked
 from torchstore_core.server.repairing.copiers import Copier, Copiers, StartsCopier
-from torchstore_core.server.repairing.departures import Departures
+from torchstore_core.server.repairing.departures import Departures, unreadable
 from torchstore_core.server.repairing.leavings import Leavings
 from torchstore_core.server.repairing.rates import Rate
 from torchstore_core.server.repairing.targets import Targets
@@ -216,7 +217,7 @@ class Repairs:
         leaving: dict[int, list[Value]] = {}
         for key, value in named_values(tracked.key, [] if tracked.gone else [tracked.value]):
             if was_fetched and tracked.failure:
-                self._park(self.targets.entry(key, value), _unreadable(key, tracked))
+                self._park(self.targets.entry(key, value), unreadable(key, tracked))
             else:
                 self._consider(key, value, leaving)
         self._drop(leaving)
@@ -368,49 +369,12 @@ class Repairs:
         Raises:
             Delayed, StoreFullError: as :meth:`_begin_next`.
         """
-        departures = self.departures
+        departures, order = self.departures, self.targets.order()
         room = _BATCH_BYTES - departures.coming - self.backlog.nbytes
-        found: list[tuple[Entry, Tracked]] = []
-        places: list[tuple[tuple[int, int], int]] = []  # that there is room where they are to go
-        order = self.targets.order()
-        count = 0
-        try:
-            while room > 0 and len(found) < _BATCH_VALUES and (one := departures.take()):
-                found.append(one)
-                entry, tracked = one
-                if tracked.failure and tracked.is_damaged:
-                    found.pop()
-                    self._park(entry, _unreadable(entry.key, tracked))
-                    continue
-                if not tracked.is_inline:
-                    place = self._place(entry, order)
-                    if place is None:
-                        found.pop()
-                        continue
-                    places.append((place, entry.value.nbytes))
-                room -= entry.value.nbytes
-            for (at, offset), nbytes in places:
-                self._volumes[at].allocator.free([(offset, nbytes)])
-            places.clear()
-            count = departures.fetch(found)
-        finally:
-            for (at, offset), nbytes in places:
-                self._volumes[at].allocator.free([(offset, nbytes)])
-            departures.put_back([entry for entry, _ in found[count:]])
-        if found and not (count or departures.coming or len(self.backlog) or self._batch):
-            self._park_waiting()
-
-    def _park_waiting(self) -> None:
-        """Nothing is under way that would free memory of a volume for what it has on its disk."""
-        while (one := self.departures.take()) is not None:
-            entry, _ = one
-            volume = self._volumes[entry.value.volume]
-            entry.waits = True
-            self._park(
-                entry,
-                f"no room: {entry.key!r} has {entry.value.nbytes:,} bytes on the disk of volume "
-                f"{volume.info.id}, whose memory has {volume.left:,} left to read it back",
-            )
+        place = functools.partial(self._place, order=order)
+        is_stuck = departures.fetch(room, _BATCH_VALUES, place, self._park)
+        if is_stuck and not (departures.coming or len(self.backlog) or self._batch):
+            departures.give_up(self._park)
 
     def _park(self, entry: Entry, why: str) -> None:
         """There is no place for a copy now. It is tried again when memory was freed, and now and
@@ -598,7 +562,3 @@ class Repairs:
             bandwidth=self.bandwidth,
             trouble=self._trouble,
         )
-
-
-def _unreadable(key: str, tracked: Tracked) -> str:
-    return f"{key!r} cannot be read from disk: {tracked.failure}"
