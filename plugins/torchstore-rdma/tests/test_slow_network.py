@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support import turn
 
 from torchstore_core.testing.timers import ends_within
 
@@ -93,7 +94,7 @@ async def show_and_cancel(directory: str) -> None:
         await moving
         assert len(seen) > 5, seen
         idle = link.progress()
-        await asyncio.sleep(0)
+        await turn()
         assert link.progress() == idle
     for write in (True, False):
         volume.fill(7)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from tests.processes import run_script
-from tests.support import SMALL, until
+from tests.support import SMALL, turn, until
 
 import torchstore_core as ts
 from torchstore_snapshot import Snapshot, SnapshotNotFoundError, StateDict
@@ -138,7 +138,7 @@ async def test_a_cancelled_take(tmp_path: Path) -> None:
     )
     await written.wait()
     take.cancel()
-    await asyncio.sleep(0)
+    await turn()
     assert not take.done()  # it is still reading
     loop.call_later(0.01, go_on.set)
     with pytest.raises(asyncio.CancelledError):
