@@ -79,6 +79,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (150, resource.getrlimit(resource.RLI
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", "unclosed event loop", ResourceWarning)
 import torchstore_core.blocking as bts
+from tests.support import until
 
 os.environ.pop("TORCHSTORE_ADDRESS", None)  # of the store of this module: there is a warning of it
 
@@ -96,6 +97,11 @@ def unclosed():
 
 def blocking():
     bts.put("a", 1)
+
+async def nothing_is_left():
+    gc.collect()
+    lanes = sum(session.lanes for session in (await ts.status()).sessions)
+    return lanes == 1 and sockets() <= before
 
 failed = []
 def unraisable(args):
@@ -115,13 +121,7 @@ for work in (unclosed, blocking):
         await asyncio.to_thread(thread.join)
         if number % 30 == 29:
             gc.collect()
-    async with asyncio.timeout(100):
-        while True:
-            gc.collect()
-            lanes = sum(session.lanes for session in (await ts.status()).sessions)
-            if lanes == 1 and sockets() <= before:
-                break
-            await asyncio.sleep(0.01)
+    await until(nothing_is_left, 100)
 print("failed:", failed[:3])
 await ts.shutdown()
 """

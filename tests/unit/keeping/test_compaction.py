@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
-import time
 from collections.abc import Iterator
 from typing import NoReturn
 
 import pytest
-from tests.support import turn
+from tests.support import turn, until
 from tests.unit.keeping.test_coming_back import (
     HERE,
     LinkToLogs,
@@ -47,10 +45,7 @@ class Recorded:
             self.controller.put(self.session, m.Put(number, number, [inline("k", bytes(40_000))]))
 
     async def until_written(self) -> None:
-        begun = time.monotonic()
-        while self.compaction.is_running:
-            assert time.monotonic() - begun < 20
-            await asyncio.sleep(0.005)
+        await until(lambda: not self.compaction.is_running)
 
 
 @pytest.fixture
