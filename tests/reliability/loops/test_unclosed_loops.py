@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 from tests.processes import run_script
+from tests.reliability.loops.kinds import LOOPS, NewLoop
 from tests.support import SMALL, halt, loops_and_sockets, turn, until
 
 import torchstore_core as ts
 
-NewLoop = Callable[[], asyncio.AbstractEventLoop]
 Loops = list[weakref.ref[asyncio.AbstractEventLoop]]
 
 # The loops' own, from the collector: that they, and the pipe inside, were not closed. Nothing of
@@ -35,18 +35,6 @@ pytestmark = [
         ":pytest.PytestUnraisableExceptionWarning"
     ),
     pytest.mark.filterwarnings("ignore:unclosed resource <UVPoll:ResourceWarning"),
-]
-
-
-def _uvloop() -> asyncio.AbstractEventLoop:
-    import uvloop
-
-    return uvloop.new_event_loop()
-
-
-LOOPS = [
-    pytest.param(asyncio.new_event_loop, id="asyncio"),
-    pytest.param(_uvloop, id="uvloop"),
 ]
 
 

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tests.processes import run_script
-from tests.support import SMALL, turn, until
+from tests.support import turn, until
 
 import torchstore_core as ts
 from torchstore_snapshot import Snapshot, SnapshotNotFoundError, StateDict
@@ -26,13 +25,6 @@ from torchstore_snapshot.background import process
 from torchstore_snapshot.background.staging import PREFIX
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-async def store() -> AsyncIterator[ts.Client]:
-    client = await ts.initialize(**SMALL)
-    yield client
-    await ts.shutdown()
 
 
 _INTERRUPTED = """
