@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
@@ -38,8 +37,6 @@ from torchstore_core.server.spilling.delays import Delayed
 from torchstore_core.server.spilling.policy import Tracked
 from torchstore_core.server.spilling.spilling import Spilling
 from torchstore_core.wire import messages as m
-
-log = logging.getLogger(__name__)
 
 # A batch has at most so many bytes, unless it is one value, and so many values.
 _BATCH_BYTES = 64 << 20
@@ -86,6 +83,7 @@ class Repairs:
         active: whether a volume was ever lost or drained.
         leavings: copies that were dropped, and are still read.
         departures: values that may leave memory, on volumes that are drained.
+        copiers: who makes the copies.
     """
 
     def __init__(
