@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 import psutil
 
-__all__ = ["Strangers", "listening"]
+__all__ = ["Strangers", "closed", "listening"]
 
 Address = tuple[str, int]
 
@@ -19,6 +19,14 @@ def listening(pid: int) -> set[Address]:
         for one in psutil.Process(pid).net_connections("tcp")
         if one.status == psutil.CONN_LISTEN
     }
+
+
+def closed(sock: socket.socket) -> bool:
+    """Whether the other end closes the connection, without a word."""
+    try:
+        return sock.recv(1) == b""
+    except ConnectionResetError:
+        return True
 
 
 class Strangers:

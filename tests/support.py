@@ -36,10 +36,12 @@ __all__ = [
     "emptied",
     "free_port",
     "halt",
+    "leased",
     "load_all",
     "loops_and_sockets",
     "named_memory",
     "noise",
+    "nothing_leased",
     "open_files",
     "resume",
     "running_store",
@@ -47,6 +49,7 @@ __all__ = [
     "start_store",
     "turn",
     "until",
+    "used",
 ]
 
 _POLL_S = 0.005
@@ -259,6 +262,21 @@ async def at_rest(client: ts.Client) -> None:
         return not any(volume.leased_bytes or volume.unfinished_bytes for volume in volumes)
 
     await until(nothing_held)
+
+
+async def used() -> int:
+    """Bytes of the default store that values have."""
+    return sum(volume.used_bytes for volume in (await ts.status()).volumes)
+
+
+async def leased() -> int:
+    """Bytes of the default store that readers hold."""
+    return sum(volume.leased_bytes for volume in (await ts.status()).volumes)
+
+
+async def nothing_leased() -> bool:
+    """Whether nobody holds memory of the default store to read it."""
+    return not await leased()
 
 
 async def emptied(client: ts.Client) -> None:

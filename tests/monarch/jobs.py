@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from typing import Any
 from tests.processes import fork
 from tests.support import free_port
 
-__all__ = ["Function", "Job", "python_path", "running"]
+__all__ = ["Function", "Job", "kill_all", "python_path", "running"]
 
 _REPOSITORY = Path(__file__).parents[2]
 _MARK = "TORCHSTORE_TEST_JOB"
@@ -222,13 +222,18 @@ class Job:
             host.kill()
             host.wait()
         self._pipe.close()
-        deadline = time.monotonic() + _END_S
-        while (left := self.processes()) and time.monotonic() < deadline:
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.01)
+        kill_all(self.processes, _END_S)
         shutil.rmtree(self._base, ignore_errors=True)
+
+
+def kill_all(running: Callable[[], Iterable[int]], timeout: float) -> None:
+    """Kill processes until none of them runs, at most so long: they may still start others."""
+    deadline = time.monotonic() + timeout
+    while (left := running()) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
 
 
 def _root(pipe: Connection, workers: int, transport: str, addresses: Sequence[str]) -> None:

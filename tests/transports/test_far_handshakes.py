@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 from tests.support import until
+from tests.transports.asking import nothing_unfinished
 from tests.transports.mailbox import GATE, Letter
 from tests.unit.remote.attached import attached
 from tests.unit.remote.relays import Backstage, Relayed
@@ -60,7 +61,7 @@ async def test_memory_of_an_attached_volume_waits_for_a_write_that_may_arrive(
         gate.touch()
         with pytest.raises(ts.StoreTimeoutError):
             await client.put("late", torch.ones(MB // 8), timeout=0.3)
-        await until(lambda: _finished(client), 10)
+        await until(lambda: nothing_unfinished(client), 10)
         assert not held.exists()
         await ts.shutdown()
 
@@ -105,11 +106,3 @@ async def test_a_lost_volume_ends_handshakes(
         with pytest.raises(ts.TransportError, match="is gone"):
             await asking
         await ts.shutdown()
-
-
-async def _unfinished(client: ts.Client) -> bool:
-    return any(volume.unfinished_bytes for volume in (await client.status()).volumes)
-
-
-async def _finished(client: ts.Client) -> bool:
-    return not await _unfinished(client)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.support import children, commands, until
+from tests.support import children, commands, turn, until
 from tests.transports.mailbox import GATE, Letter
 
 import torchstore_core as ts
@@ -59,7 +59,7 @@ async def test_a_client_that_disconnects_while_the_process_starts_writes_nothing
         await until(lambda: half.server.registered(0) == 0, 10)
         writing = asyncio.ensure_future(half.ask(Letter("write", data=b"x")))
         other = asyncio.ensure_future(half.ask(Letter("who"), b"other"))
-        await asyncio.sleep(0)
+        await turn()
         await half.server.disconnect(b"me")
         with pytest.raises(ts.TransportError, match="has disconnected"):
             await writing
@@ -75,7 +75,7 @@ async def test_a_half_that_hangs_is_killed_when_a_client_disconnects() -> None:
         before = await half.pid()
         letters = [Letter("hang"), *[Letter("write", data=bytes(MB // 2))] * 4]
         asking = [asyncio.ensure_future(half.ask(letter)) for letter in letters]
-        await asyncio.sleep(0)
+        await turn()
         await half.server.disconnect(b"me")
         for one in asking:
             with pytest.raises(ts.TransportError, match="has died"):
@@ -172,7 +172,7 @@ async def test_whoever_ends_a_client_waits_until_it_has_ended() -> None:
     async with _half() as half:
         await half.ask(Letter("disconnect hangs"))
         waiting = [asyncio.ensure_future(half.server.disconnect(b"me")) for _ in range(2)]
-        await asyncio.sleep(0)
+        await turn()
         waiting.append(asyncio.ensure_future(half.ask(Letter("who"))))
         await half.ask(Letter("who"), b"other")
         assert not any(one.done() for one in waiting)
@@ -187,7 +187,7 @@ async def test_a_volume_that_closes_while_a_client_is_ended_warns_of_nothing(
         pid = await half.pid()
         await half.ask(Letter("disconnect hangs"))
         ending = asyncio.ensure_future(half.server.disconnect(b"me"))
-        await asyncio.sleep(0)
+        await turn()
         await half.server.close()
         await asyncio.wait_for(ending, 50)
         assert not Path(f"/proc/{pid}").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import signal
@@ -148,6 +149,13 @@ async def pair(
                 os.kill(made.pid, signal.SIGCONT)
         await made.server.close()
         os.close(made.fd)
+
+
+async def late_bytes(seconds: float = 0.5) -> None:
+    """Let bytes arrive that are still on their way. Nothing says that there are none, so it takes
+    time.
+    """
+    await asyncio.sleep(seconds)
 
 
 @contextmanager

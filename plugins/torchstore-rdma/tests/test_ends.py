@@ -19,7 +19,7 @@ from torchstore_core.errors import TransportError
 from torchstore_core.testing.timers import ends_within
 from torchstore_rdma import connection as connections
 
-from .pairs import MB, Memory, needs_nixl, pair, paused
+from .pairs import MB, Memory, late_bytes, needs_nixl, pair, paused
 
 pytestmark = needs_nixl
 _BIG = 512 * MB
@@ -60,7 +60,7 @@ async def test_a_cancelled_write_ends_within_a_second_and_writes_no_more(
         # Whoever moves next does not move what was given up.
         byte = Memory(1, 9)
         await link.write([byte.copy(5)])
-        await asyncio.sleep(0.5)
+        await late_bytes()
         assert volume.count(1) == 0
         assert volume.is_alive()
 
@@ -86,7 +86,7 @@ async def test_a_cancelled_read_ends_within_a_second_and_reads_no_more(
         byte = Memory(1)
         await link.read([byte.copy(5)])
         assert byte.bytes() == b"\7"
-        await asyncio.sleep(0.5)
+        await late_bytes()
         assert target.count(7) == 0
         assert volume.pid == before
         assert volume.is_alive()
@@ -114,7 +114,7 @@ async def test_a_peer_that_is_stopped(write: bool, tmp_path: Path) -> None:
         os.kill(volume.pid, signal.SIGCONT)
         await volume.server.disconnect(b"client")
         volume.fill(0)
-        await asyncio.sleep(0.5)
+        await late_bytes()
         assert mine.count(2) == _MORE
         assert volume.count(0) == _MORE
         link.close()
@@ -147,7 +147,7 @@ async def test_a_peer_that_goes_on_while_a_call_is_cancelled(write: bool, tmp_pa
         assert not link.unsettled
         mine.fill(2)
         volume.fill(3)
-        await asyncio.sleep(0.5)
+        await late_bytes()
         assert mine.count(2) == _BIG
         assert volume.count(3) == _BIG
         await link.write([mine.copy()])

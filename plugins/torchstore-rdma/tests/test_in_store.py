@@ -14,6 +14,7 @@ import pytest
 import torch
 from tests.processes import Script, run_script
 from tests.support import bits, commands, has_loaded, running_store, until
+from tests.transports.asking import nothing_unfinished
 from tests.transports.faults.frozen import frozen, newest_thread
 
 import torchstore_core as ts
@@ -144,12 +145,8 @@ async def test_a_client_that_is_killed_disturbs_nobody() -> None:
             await client.get("kept", got)
             assert torch.equal(got, torch.arange(MB))
             await client.delete("theirs")
-        await until(lambda: _nothing_unfinished(client), 10)
+        await until(lambda: nothing_unfinished(client), 10)
         assert await _uses_rdma(client)
-
-
-async def _nothing_unfinished(client: ts.Client) -> bool:
-    return not any(volume.unfinished_bytes for volume in (await client.status()).volumes)
 
 
 async def test_the_server_half_is_killed_in_the_middle() -> None:

@@ -145,9 +145,7 @@ async def test_a_storage_that_was_freed_and_allocated_again_is_registered_anew(
             await _read(link, [small])
             return link.kept()[0] <= kept - size + _SMALL
 
-        async with asyncio.timeout(60):
-            while not await is_gone():
-                await asyncio.sleep(0.05)
+        await until(is_gone, 60)
 
 
 async def test_no_more_is_kept_than_the_bound(

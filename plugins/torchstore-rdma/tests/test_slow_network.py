@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support import turn
 
 from torchstore_core.testing.timers import ends_within
 
-from .pairs import MB, Memory, Pair, needs_nixl
+from .pairs import MB, Memory, Pair, late_bytes, needs_nixl
 
 pytestmark = needs_nixl
 # Not everybody has the folders of system programs on the path.
@@ -93,7 +94,7 @@ async def show_and_cancel(directory: str) -> None:
         await moving
         assert len(seen) > 5, seen
         idle = link.progress()
-        await asyncio.sleep(0)
+        await turn()
         assert link.progress() == idle
     for write in (True, False):
         volume.fill(7)
@@ -110,7 +111,7 @@ async def show_and_cancel(directory: str) -> None:
         assert _LEAST < moved < _BIG
         mine.fill(2)
         volume.fill(3)
-        await asyncio.sleep(1)
+        await late_bytes(1)
         assert mine.count(2) == _BIG
         assert volume.count(3) == _BIG
         few = Memory(MB, 9)

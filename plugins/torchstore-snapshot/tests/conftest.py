@@ -1,12 +1,14 @@
-"""Nothing of one module's snapshots is left for the next."""
+"""A store for tests, and that nothing of one module's snapshots is left for the next."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import wait
 
 import pytest
+from tests.support import SMALL
 
+import torchstore_core as ts
 from torchstore_core import blocking
 from torchstore_snapshot.api import pending
 from torchstore_snapshot.background import process, stores
@@ -24,3 +26,10 @@ def _nothing_stays() -> Iterator[None]:
     blocking.shutdown(stores.own_name())
     blocking.shutdown(stores.bounded_name())
     assert not wait({*pending._unfinished}, 60).not_done
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[ts.Client]:
+    client = await ts.initialize(**SMALL)
+    yield client
+    await ts.shutdown()

@@ -6,11 +6,14 @@ import os
 import resource
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from tests.integration.dtensors.layouts import mesh_of
@@ -82,27 +85,32 @@ def take_large(folder: str, mesh_shape: list[int], spec: str) -> None:
     Snapshot.take(folder, {"m": StateDict(w=large(mesh_shape, spec, 1))}, fsync=False)
 
 
-def restore_large(folder: str, mesh_shape: list[int], spec: str) -> tuple[int, int]:
-    """How many bytes this rank reads from files of tensors, and how many its part has."""
-    seen: list[int] = []
+@contextmanager
+def counted_reads() -> Iterator[list[int]]:
+    """The sizes of all reads of files from here on; nothing is read from a mapping."""
+    sizes: list[int] = []
 
     class Counting(local.LocalReader):
         def read_into(self, offset: int, buffer: Any) -> None:
-            seen.append(memoryview(buffer).nbytes)
+            sizes.append(memoryview(buffer).nbytes)
             super().read_into(offset, buffer)
 
         def map(self) -> Any:
             raise OSError("what is read from a mapping cannot be counted")
 
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "LocalReader", Counting)
+        yield sizes
+
+
+def restore_large(folder: str, mesh_shape: list[int], spec: str) -> tuple[int, int]:
+    """How many bytes this rank reads from files of tensors, and how many its part has."""
     tensor = large(mesh_shape, spec, 0)
-    real, local.LocalReader = local.LocalReader, Counting  # type: ignore[misc]
-    try:
+    with counted_reads() as sizes:
         Snapshot(folder).restore({"m": StateDict(w=tensor)}, verify="streaming")
-    finally:
-        local.LocalReader = real  # type: ignore[misc]
     expected = large(mesh_shape, spec, 1).to_local()
     assert torch.equal(tensor.to_local(), expected)
-    return sum(seen), expected.nbytes
+    return sum(sizes), expected.nbytes
 
 
 def _sharded_tensor(name: str, values: bool) -> Any:

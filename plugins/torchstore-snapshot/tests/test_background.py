@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from tests.processes import Script, run_script
-from tests.support import SMALL, has_loaded, resume, until
+from tests.support import has_loaded, resume, until
 
 import torchstore_core as ts
 from torchstore_snapshot import (
@@ -193,13 +192,6 @@ def test_a_writer_that_dies(tmp_path: Path) -> None:
     again = Snapshot.async_take(tmp_path / "s", {"m": state(3)}, overwrite=True, fsync=False)
     assert holds(again.wait(300), state(3))
     assert process.the_writer().pid != writer.pid
-
-
-@pytest.fixture
-async def store() -> AsyncIterator[ts.Client]:
-    client = await ts.initialize(**SMALL)
-    yield client
-    await ts.shutdown()
 
 
 async def test_the_store_of_the_process_is_used(store: ts.Client, tmp_path: Path) -> None:

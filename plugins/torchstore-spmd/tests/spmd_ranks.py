@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -28,6 +29,13 @@ def say(what: str, **facts: object) -> None:
 async def told() -> None:
     """Wait for a line on standard input."""
     await asyncio.to_thread(sys.stdin.readline)
+
+
+async def until_ranks(are: Callable[[list[int | None]], bool]) -> None:
+    """Wait until the ranks with sessions at the store are as wanted."""
+    async with asyncio.timeout(100):
+        while not are([session.rank for session in (await ts.status()).sessions]):
+            await asyncio.sleep(0.01)
 
 
 async def exchange(store_name: str = "torchstore") -> None:
@@ -58,8 +66,7 @@ async def rounds() -> None:
         elif first is not None:  # the others still use it, when the first has left
             await ts.wait("leaving")
             await ts.get("leaving")
-            while first in [session.rank for session in (await ts.status()).sessions]:
-                await asyncio.sleep(0.01)
+            await until_ranks(lambda ranks, left=first: left not in ranks)
             await exchange()
             assert await ts.get("of 0", torch.empty(300_000)) is not None
         if first == RANK:
@@ -122,8 +129,7 @@ async def keep() -> None:
     if RANK == 0:
         await ts.shutdown()
     else:
-        while len((await ts.status()).sessions) > 1:
-            await asyncio.sleep(0.01)
+        await until_ranks(lambda ranks: len(ranks) == 1)
         os.kill(again, signal.SIGKILL)
         assert torch.equal(await ts.get("of 0"), VALUE)
         last = await server()

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.processes import Program, run_script
-from tests.support import SMALL, free_port, running_store, server_children, until
+from tests.support import SMALL, free_port, running_store, server_children, turn, until
 from torch.distributed import TCPStore
 
 import torchstore_core as ts
@@ -535,10 +535,10 @@ async def test_a_server_that_ends_takes_no_more_members() -> None:
         member = await Member.join(address, (0, 0), 10)
         os.kill(runtime.server_pid, signal.SIGSTOP)
         leaving = asyncio.ensure_future(member.leave(10))
-        await asyncio.sleep(0)
+        await turn()
         joining = asyncio.ensure_future(Member.join(address, (1, 1), 10))
         for _ in range(100):  # turns of the loop, in which both send what they have to say
-            await asyncio.sleep(0)
+            await turn()
         os.kill(runtime.server_pid, signal.SIGCONT)
         assert await leaving is True
         with pytest.raises(ts.StoreClosedError, match=r"last rank has left|^no store at"):

@@ -16,7 +16,7 @@ import cloudpickle
 import msgspec
 import pytest
 import torch
-from tests.support import running_store, until
+from tests.support import running_store, until, used
 
 import torchstore_core as ts
 from torchstore_core.testing.timers import ends_within
@@ -36,10 +36,6 @@ async def _no_references_are_left(shared: ts.Client) -> AsyncIterator[None]:
     of = (await ts.status()).incarnation
     left = [ts.ObjectRef(one.key, one.version, of, one.timeline) for one in await ts.refs()]
     await ts.free(left)
-
-
-async def used() -> int:
-    return sum(volume.used_bytes for volume in (await ts.status()).volumes)
 
 
 async def until_free(timeout: float = 1.0) -> None:

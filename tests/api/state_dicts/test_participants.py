@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.processes import Script
-from tests.support import running_store, until
+from tests.support import nothing_leased, running_store, until
 from tests.trees import assert_same
 
 import torchstore_core as ts
@@ -34,10 +34,6 @@ def key() -> str:
 
 def _stage(name: str, number: float, rows: int = 300) -> dict[str, Any]:
     return {name: {"w": torch.full((rows, COLUMNS), float(number)), "step": number}}
-
-
-async def _nothing_leased() -> bool:
-    return not any(volume.leased_bytes for volume in (await ts.status()).volumes)
 
 
 async def _status() -> tuple[int, int]:
@@ -265,7 +261,7 @@ async def test_participants_that_disagree_are_told_and_may_put_again(shared, key
     theirs = {"w": torch.ones(300_000), "first": 1}
     await ts.put_state_dict(theirs, key, participants=2, participant=0)
     gc.collect()
-    await until(_nothing_leased)  # what a test before this one has read is released, too
+    await until(nothing_leased)  # what a test before this one has read is released, too
     used = await _status()
     wrong = {"w": other, "second": torch.ones(100_000)}
     with pytest.raises(ts.LayoutMismatchError, match=words) as caught:

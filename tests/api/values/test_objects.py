@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from tests.processes import run_script
-from tests.support import running_store, until
+from tests.support import nothing_leased, running_store, until
 
 import torchstore_core as ts
 
@@ -273,7 +273,7 @@ async def test_an_object_does_not_keep_its_lease(shared):
     """It is read where it is stored, and nothing of it is left there."""
     await ts.put("o", {"large": BLOB, "array": np.ones(200_000)})
     got = await ts.get("o")
-    await until(_nothing_leased)
+    await until(nothing_leased)
     await ts.put("o", 1)
     assert got["large"] == BLOB
     assert (got["array"] == 1).all()
@@ -290,10 +290,6 @@ async def test_a_bytearray_can_be_resized_when_its_put_has_ended_however(shared)
         huge.append(1)  # the error, which has the frames of the put, is still there
         assert caught.value.details["requested_bytes"] >= 300 << 20
     assert await ts.get("o") == BLOB
-
-
-async def _nothing_leased() -> bool:
-    return not any(volume.leased_bytes for volume in (await ts.status()).volumes)
 
 
 class Bomb:

@@ -15,19 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 from tests.processes import run_script
-from tests.support import until
+from tests.support import leased, nothing_leased, until
 
 import torchstore_core as ts
 
 NUMEL = 1 << 20  # of int64: 8 MB
-
-
-async def _leased() -> int:
-    return sum(volume.leased_bytes for volume in (await ts.status()).volumes)
-
-
-async def _nothing_leased() -> bool:
-    return await _leased() == 0
 
 
 async def test_a_large_get_is_an_ordinary_writable_tensor(shared):
@@ -36,7 +28,7 @@ async def test_a_large_get_is_an_ordinary_writable_tensor(shared):
     assert type(tensor) is torch.Tensor
     assert tensor.is_contiguous()
     assert not tensor.requires_grad
-    assert await _leased() > 0, "it was copied"
+    assert await leased() > 0, "it was copied"
     tensor += 1
     tensor[0].zero_()
     tensor.numpy()[1] = 7
@@ -92,28 +84,28 @@ async def test_values_of_one_batch_do_not_share_memory(shared):
 async def test_leased_bytes_rise_and_fall(shared):
     nbytes = NUMEL * 8
     await ts.put_batch({"a": torch.zeros(NUMEL).long(), "b": torch.zeros(NUMEL).long()})
-    assert await _leased() == 0
+    assert await leased() == 0
     first = await ts.get("a")
-    assert await _leased() == nbytes
+    assert await leased() == nbytes
     again = await ts.get("a")
-    assert await _leased() == nbytes, "the same memory, leased twice"
+    assert await leased() == nbytes, "the same memory, leased twice"
     other = await ts.get("b")
-    assert await _leased() == 2 * nbytes
+    assert await leased() == 2 * nbytes
     sessions = (await ts.status()).sessions
     assert sum(session.leased_bytes for session in sessions) >= 2 * nbytes
     assert (await ts.stat("a")).leases == 2
     del first
     await until(lambda: _leases_of("a", 1))
-    assert await _leased() == 2 * nbytes
+    assert await leased() == 2 * nbytes
     del again
 
     async def only_b() -> bool:
-        return await _leased() == nbytes
+        return await leased() == nbytes
 
     await until(only_b)
     assert int(other[0]) == 0
     del other
-    await until(_nothing_leased)
+    await until(nothing_leased)
     assert (await ts.stat("b")).leases == 0
 
 
@@ -147,14 +139,14 @@ async def test_whatever_holds_the_memory_holds_the_lease(shared, keep):
     if keep == "cycle":
         del knot
     await ts.put("t", 0)
-    assert await _leased() == NUMEL * 8
+    assert await leased() == NUMEL * 8
     if isinstance(holder, threading.Thread):
         go.set()
         holder.join()
     del holder
     if keep == "cycle":
         gc.collect()
-    await until(_nothing_leased)
+    await until(nothing_leased)
 
 
 async def test_tensors_may_die_in_any_thread(shared):
@@ -170,14 +162,14 @@ async def test_tensors_may_die_in_any_thread(shared):
         thread.start()
     for thread in threads:
         await asyncio.to_thread(thread.join)
-    await until(_nothing_leased)
+    await until(nothing_leased)
 
 
 async def test_small_and_in_place_gets_lease_nothing(shared):
     await ts.put_batch({"small": torch.ones(100), "large": torch.ones(NUMEL)})
     small = await ts.get("small")
     filled = await ts.get("large", torch.zeros(NUMEL))
-    assert await _leased() == 0
+    assert await leased() == 0
     assert small.all()
     assert filled.all()
 
@@ -213,5 +205,5 @@ async def test_ctrl_c_as_a_tensor_dies_is_not_lost_nor_is_the_memory(shared):
         assert ctrl_c() is None
     finally:
         signal.signal(signal.SIGINT, before)
-    await until(_nothing_leased)
+    await until(nothing_leased)
     assert not _is_mapped(address)

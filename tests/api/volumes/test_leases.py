@@ -5,19 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.processes import Script
-from tests.support import running_store, until
+from tests.support import leased, nothing_leased, running_store, until
 
 import torchstore_core as ts
 
 NUMEL = 1 << 20  # of int64: 8 MB
-
-
-async def _leased() -> int:
-    return sum(volume.leased_bytes for volume in (await ts.status()).volumes)
-
-
-async def _nothing_leased() -> bool:
-    return await _leased() == 0
 
 
 async def _until_full(prefix: str, nbytes: int) -> int:
@@ -56,7 +48,7 @@ async def test_memory_is_not_reused_while_a_tensor_lives(how):
         assert torch.equal(part, original[1000:2000])
         await ts.delete_batch(await ts.keys("more/"))
         del part
-        await until(_nothing_leased)
+        await until(nothing_leased)
         assert await _until_full("all/", 2 << 20) == (room + 1) * 8
 
 
@@ -80,7 +72,7 @@ async def test_memory_is_not_reused_while_another_process_holds_it():
                 await ts.delete_batch(await ts.keys(f"{round_}/"))
             await ts.put("look", 1)
             assert await script.output() == "whole\n"
-        await until(_nothing_leased)  # its end gives the memory back
+        await until(nothing_leased)  # its end gives the memory back
         await ts.delete_batch(["held", "look"])
         assert await _until_full("all/", 2 << 20) == 16
 
@@ -91,7 +83,7 @@ async def test_tensors_outlive_the_store_and_the_client(store):
     tensor = await ts.get("t")
     await ts.reset_client()
     assert torch.equal(tensor, original)
-    assert await _leased() == NUMEL * 8, "the reset gave the lease back"
+    assert await leased() == NUMEL * 8, "the reset gave the lease back"
     await ts.shutdown()
     assert torch.equal(tensor, original)
     tensor.zero_()

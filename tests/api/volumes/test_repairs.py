@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 from tests.api.volumes.killable import LARGE, MB, Store, connected, data, lost, repaired, store_of
-from tests.support import has_loaded, until
+from tests.support import has_loaded, turn, until
 
 import torchstore_core as ts
 from torchstore_core.plugins.registry import Registry
@@ -236,7 +236,7 @@ async def test_one_volume_after_the_other_under_load() -> None:
             async def read() -> None:
                 seen = dict.fromkeys(keys, 0)
                 while True:
-                    await asyncio.sleep(0)
+                    await turn()
                     for key in keys:
                         least = max(seen[key], acknowledged[key])
                         if not least:

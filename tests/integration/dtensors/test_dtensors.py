@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from tests.integration.dtensors.layouts import SS, Layout, R, S, mesh_of, same, value_of
 from tests.integration.dtensors.ranks import Jobs, Nursery
-from tests.support import until
+from tests.support import nothing_leased, until, used
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
@@ -160,12 +160,8 @@ async def test_what_ranks_put_others_get_in_their_layout(
 
 async def _used() -> int:
     """Bytes that are stored; those of earlier reads are given back some time after them."""
-
-    async def idle() -> bool:
-        return not any(volume.leased_bytes for volume in (await ts.status()).volumes)
-
-    await until(idle)
-    return sum(volume.used_bytes for volume in (await ts.status()).volumes)
+    await until(nothing_leased)
+    return await used()
 
 
 # ---- while ranks are missing --------------------------------------------------------------

@@ -33,7 +33,7 @@ from tests.reliability.harness import (
     kill,
     under_way,
 )
-from tests.support import running_store, until
+from tests.support import running_store, turn, until
 
 import torchstore_core as ts
 from torchstore_core.contracts.strategy import ClientFacts
@@ -191,7 +191,7 @@ async def test_every_call_goes_on_that_finds_the_server_dead(store: ts.Client) -
             if stopped:
                 os.kill(pid, signal.SIGSTOP)  # it receives the request, and never answers
                 task = asyncio.ensure_future(call())
-                await asyncio.sleep(0)
+                await turn()
                 kill(pid)
                 await task
             else:
@@ -208,7 +208,7 @@ async def test_what_the_kernel_had_no_room_to_answer_is_not_done_twice(store: ts
     keys = [f"k{n}" for n in range(500)]
     await ts.put("other", bytes(60_000))
     puts = [asyncio.ensure_future(ts.put(key, 1)) for key in keys]
-    await asyncio.sleep(0)
+    await turn()
 
     async def elsewhere() -> int:
         for _ in range(1000):
@@ -326,7 +326,7 @@ async def test_what_was_read_and_not_handled_is_read_again(store: ts.Client) -> 
         process.resume()
         ends = time.monotonic() + 1  # on a fast machine they may be less work than that
         while sum(process.cpu_times()[:2]) < used_s + 0.02 and time.monotonic() < ends:
-            await asyncio.sleep(0)  # it is in the middle of them
+            await turn()  # it is in the middle of them
         kill(process.pid)
         await until(partial(_holders, lent + many + 1), 10)
 
@@ -397,7 +397,7 @@ async def test_the_end_of_a_keeper_is_a_typed_error(both: bool) -> None:
         pid = await server_pid()
         keeper = keeper_of(pid)
         waiting = asyncio.ensure_future(ts.wait("never"))
-        await asyncio.sleep(0)
+        await turn()
         if both:
             os.kill(keeper, signal.SIGSTOP)
             kill(pid)

@@ -15,7 +15,7 @@ import torch
 from tests.api.full_memory.test_random_use import User
 from tests.object_storage.object_store import BUCKET, object_store
 from tests.reliability.harness import MB, directory_of, is_running, kill
-from tests.support import running_store, until
+from tests.support import running_store, turn, until
 
 import torchstore_core as ts
 
@@ -117,7 +117,7 @@ async def test_calls_that_wait_for_the_disk_go_on(tmp_path: Path) -> None:
         ]
         wanted = torch.empty(4 * MB // 8, dtype=torch.int64)
         get = asyncio.ensure_future(ts.get("k0", wanted))
-        await asyncio.sleep(0)
+        await turn()
         os.kill(pid, signal.SIGCONT)  # it begins with them, and dies at some point
         kill(pid)
         assert [ref.version for ref in await asyncio.gather(*puts)] == [1] * 4

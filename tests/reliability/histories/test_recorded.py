@@ -4,7 +4,6 @@ store that does one after the other.
 
 from __future__ import annotations
 
-import asyncio
 import random
 import time
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from tests.reliability.harness import Child, kill
 from tests.reliability.histories import recording
 from tests.simulation.promises.recorded import Record, Seen, explain
-from tests.support import running_store
+from tests.support import running_store, until
 
 import torchstore_core as ts
 
@@ -44,10 +43,16 @@ class Recorder:
         self._members[child] = first
         assert await child.said(180) == "ready"
 
-    def listen(self) -> None:
-        for child in self._members:
-            for said in child.said_so_far():
-                self._heard(said)
+    async def until_ended(self, calls: float) -> None:
+        """Listen until so many calls have ended."""
+
+        def enough_have() -> bool:
+            for child in self._members:
+                for said in child.said_so_far():
+                    self._heard(said)
+            return len(self.ended) >= calls
+
+        await until(enough_have, 300)
 
     async def kill(self) -> None:
         """What a process has said before is heard first."""
@@ -115,17 +120,13 @@ async def test_what_processes_are_told_can_be_explained(
             for _ in range(_PROCESSES):
                 await recorder.join()
             for part in range(1, kills + 1):
-                while len(recorder.ended) < part * calls / (kills + 1):
-                    recorder.listen()
-                    await asyncio.sleep(0.005)
+                await recorder.until_ended(part * calls / (kills + 1))
                 if keeper:
                     kill((await ts.status()).controller_pid)
                 else:
                     await recorder.kill()
                     await recorder.join()
-            while len(recorder.ended) < calls:
-                recorder.listen()
-                await asyncio.sleep(0.005)
+            await recorder.until_ended(calls)
             await recorder.stop()
         finally:
             recorder.close()

@@ -26,7 +26,7 @@ import pytest
 import torch
 from tests.processes import run_script
 from tests.reliability.harness import fds
-from tests.support import running_store, until
+from tests.support import running_store, turn, until
 
 import torchstore_core as ts
 from torchstore_core.clients.session.handshake import client_facts
@@ -498,7 +498,7 @@ async def test_what_is_printed_without_standard_streams_goes_nowhere() -> None:
 
 async def printing_into_what_is_there() -> None:
     streams = [os.dup(fd) for fd in range(3)]
-    await asyncio.sleep(0)  # the loop has its own descriptors
+    await turn()  # the loop has its own descriptors
     for fd in range(3):
         os.close(fd)
     try:

@@ -15,8 +15,7 @@ from tests.support import until
 
 import torchstore_core as ts
 
-SIDE = 7168
-SLOW = SIDE * SIDE  # 49 MB; transposed, they take long to copy
+SIDE = 7168  # of a square of 49 MB; transposed, it takes long to copy
 ROOM = 60 * MB  # for one such value
 
 

@@ -16,30 +16,17 @@ import pytest
 import torch
 from tests.reliability import children
 from tests.reliability.harness import MB, Account, account, fds, settled
+from tests.reliability.loops.kinds import LOOPS, NewLoop, new_uvloop
 from tests.support import SMALL, halt, turn, until
 
 import torchstore_core as ts
-
-NewLoop = Callable[[], asyncio.AbstractEventLoop]
-
-
-def _uvloop() -> asyncio.AbstractEventLoop:
-    import uvloop
-
-    return uvloop.new_event_loop()
-
-
-LOOPS = [
-    pytest.param(asyncio.new_event_loop, id="asyncio"),
-    pytest.param(_uvloop, id="uvloop"),
-]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _both_kinds_have_run() -> None:
     """The first loop of libuv opens a pipe that the process keeps: not what tests count."""
     run(turn)
-    run(turn, _uvloop)
+    run(turn, new_uvloop)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -121,7 +108,7 @@ def test_tensors_outlive_their_loop():
 
 
 def test_loops_in_threads_at_once():
-    kinds = [asyncio.new_event_loop, _uvloop] * 3
+    kinds = [asyncio.new_event_loop, new_uvloop] * 3
     start = threading.Barrier(len(kinds))
     asyncio.run(ts.put("shared", torch.zeros(MB, dtype=torch.uint8)))
 

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 from tests.processes import run_script
+from tests.reliability.loops.kinds import LOOPS, NewLoop
 from tests.support import SMALL, halt, loops_and_sockets, turn, until
 
 import torchstore_core as ts
 
-NewLoop = Callable[[], asyncio.AbstractEventLoop]
 Loops = list[weakref.ref[asyncio.AbstractEventLoop]]
 
 # The loops' own, from the collector: that they, and the pipe inside, were not closed. Nothing of
@@ -35,18 +35,6 @@ pytestmark = [
         ":pytest.PytestUnraisableExceptionWarning"
     ),
     pytest.mark.filterwarnings("ignore:unclosed resource <UVPoll:ResourceWarning"),
-]
-
-
-def _uvloop() -> asyncio.AbstractEventLoop:
-    import uvloop
-
-    return uvloop.new_event_loop()
-
-
-LOOPS = [
-    pytest.param(asyncio.new_event_loop, id="asyncio"),
-    pytest.param(_uvloop, id="uvloop"),
 ]
 
 
@@ -79,6 +67,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (150, resource.getrlimit(resource.RLI
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", "unclosed event loop", ResourceWarning)
 import torchstore_core.blocking as bts
+from tests.support import until
 
 os.environ.pop("TORCHSTORE_ADDRESS", None)  # of the store of this module: there is a warning of it
 
@@ -96,6 +85,11 @@ def unclosed():
 
 def blocking():
     bts.put("a", 1)
+
+async def nothing_is_left():
+    gc.collect()
+    lanes = sum(session.lanes for session in (await ts.status()).sessions)
+    return lanes == 1 and sockets() <= before
 
 failed = []
 def unraisable(args):
@@ -115,13 +109,7 @@ for work in (unclosed, blocking):
         await asyncio.to_thread(thread.join)
         if number % 30 == 29:
             gc.collect()
-    async with asyncio.timeout(100):
-        while True:
-            gc.collect()
-            lanes = sum(session.lanes for session in (await ts.status()).sessions)
-            if lanes == 1 and sockets() <= before:
-                break
-            await asyncio.sleep(0.01)
+    await until(nothing_is_left, 100)
 print("failed:", failed[:3])
 await ts.shutdown()
 """

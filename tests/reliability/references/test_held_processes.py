@@ -18,7 +18,7 @@ import pytest
 import torch
 from tests.processes import fork_server
 from tests.reliability.harness import MB, Child
-from tests.support import SMALL, halt, running_store, until
+from tests.support import SMALL, halt, running_store, until, used
 
 import torchstore_core as ts
 from torchstore_core.clients.session.held_ref import lending
@@ -36,10 +36,6 @@ async def _store(
     monkeypatch.setenv("TORCHSTORE_REF_GRACE", str(getattr(request, "param", GRACE_S)))
     async with running_store():
         yield
-
-
-async def used() -> int:
-    return sum(volume.used_bytes for volume in (await ts.status()).volumes)
 
 
 async def sessions_are(number: int) -> bool:

@@ -125,7 +125,8 @@ class Crowd:
         for child in self._members:
             child.tell("stop")
         kept: dict[int, int] = {}
-        while waiting:
+
+        async def all_have_stopped() -> bool:
             for child in [*waiting]:
                 while child in waiting and child.has_said():
                     kind, what = await child.said()
@@ -136,7 +137,9 @@ class Crowd:
                         self._receive(Sent(*what, child, time.monotonic()))
                     else:
                         self._heard(child, kind, what)
-            await asyncio.sleep(0.01)
+            return not waiting
+
+        await until(all_have_stopped, 100)
         for unread in self._members.values():  # what came after it was told to stop
             for sent in unread.values():
                 self._receive(sent)
@@ -186,7 +189,7 @@ async def test_memory_is_exactly_what_is_referred_to(
                     next_kill += 2 * chance.random() * KILL_EVERY_S
                     crowd.kill()
                     crowd.join()
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0.01)  # the processes need the processor, too
             kept = await crowd.stop()
             gc.collect()
             assert crowd.gone <= crowd.late

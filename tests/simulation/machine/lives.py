@@ -176,7 +176,7 @@ class Lives:
         where = self._memories, world.halves, plan.copies, place, plan.pages * PAGE
         self.server = server_on(world.loop, *where, link)
         controller = self.server.controller
-        controller.repairs._start = world.copier.start
+        controller.repairs.copiers.start = world.copier.start
         self._spilling = controller.spilling
         parts = controller.catalog, controller.spilling, controller.holds, controller.detached
         world.ending += self.server, controller, *parts

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from tests.strangers import closed
 from tests.support import SMALL, running_store, until
 from tests.transports.listening import listening
 
@@ -75,14 +76,6 @@ def _at_most(these: tuple[int, int], those: tuple[int, int]) -> bool:
     return these[0] <= those[0] and these[1] <= those[1] + 8
 
 
-def _closed(sock: socket.socket) -> bool:
-    """Whether the server closes the connection, without a word."""
-    try:
-        return sock.recv(1) == b""
-    except ConnectionResetError:
-        return True
-
-
 def _garbage(store: _Store, said: bytes) -> None:
     with store.stranger() as sock:
         try:
@@ -92,7 +85,7 @@ def _garbage(store: _Store, said: bytes) -> None:
             if error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN):
                 raise
         else:
-            assert _closed(sock)
+            assert closed(sock)
 
 
 def _scan(store: _Store) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from tests.support import SMALL, running_store, until
+from tests.support import SMALL, running_store, turn, until
 from tests.transports import foreign
 from tests.transports.asking import ask, nothing_unfinished
 from tests.transports.mailbox import Letter
@@ -200,7 +200,7 @@ async def test_links_that_fail_again_and_again_leave_nothing(
             before = _open()
             for _ in range(20):
                 await _all_is_right(client)
-                await asyncio.sleep(0)
+                await turn()
             assert foreign.state["failed"] > 5
             await until(lambda: foreign.state["closed"] >= foreign.state["failed"], 10)
             await until(lambda: all(map(operator.le, _open(), before)))

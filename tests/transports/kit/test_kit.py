@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from tests.support import turn
 from tests.transports.kit.broken.ending import clean
 
 from torchstore_core.errors import TransportError
@@ -281,7 +282,7 @@ async def test_a_transfer_is_not_late_because_its_loop_stood_still() -> None:
         finally:
             asyncio.get_running_loop().call_soon(time.sleep, 1.2)
             for _ in range(10):
-                await asyncio.sleep(0)
+                await turn()
 
     await _cancelled(transfer(), 0.0, "write")
 

@@ -32,6 +32,7 @@ from tests.support import (
     start_store,
     until,
 )
+from tests.transports.asking import nothing_unfinished
 from tests.transports.faults.frozen import frozen, newest_thread
 
 import torchstore_core as ts
@@ -271,7 +272,7 @@ class PairTests:
                 break
             await shared.delete("large")
         await self._cancel(putting)
-        await until(lambda: _nothing_unfinished(shared), 10)
+        await until(lambda: nothing_unfinished(shared), 10)
         assert not link.unsettled
         got = torch.zeros(_LARGE, dtype=torch.uint8)
         for number in range(3):  # in the same memory
@@ -291,10 +292,10 @@ class PairTests:
             putting = asyncio.ensure_future(shared.put("t", torch.ones(16 * MB)))
             await until(lambda: _moves_bytes(shared), 10)
             await self._cancel(putting)
-            assert not await _nothing_unfinished(shared)
+            assert not await nothing_unfinished(shared)
         finally:
             os.kill(half, signal.SIGCONT)
-        await until(lambda: _nothing_unfinished(shared), 10)
+        await until(lambda: nothing_unfinished(shared), 10)
         await shared.put("t", torch.ones(16 * MB))
         assert torch.equal(await shared.get("t"), torch.ones(16 * MB))
 
@@ -441,7 +442,7 @@ class PairTests:
             for _ in range(3):
                 with Script(body):
                     await until(lambda: client.exists("mine"), 30)
-            await until(lambda: _nothing_unfinished(client), 30)
+            await until(lambda: nothing_unfinished(client), 30)
             await until(lambda: _open_files(half) <= before, 30)
             await client.put("t", torch.ones(MB))
             assert torch.equal(await client.get("t"), torch.ones(MB))
@@ -539,7 +540,7 @@ def _is_moving() -> bool:
 
 async def _moves_bytes(client: ts.Client) -> bool:
     """Whether a put has been granted memory, and a batch has begun."""
-    return not await _nothing_unfinished(client) and _is_moving()
+    return not await nothing_unfinished(client) and _is_moving()
 
 
 async def _moves(client: ts.Client, put: asyncio.Future[Any]) -> bool:
@@ -555,10 +556,6 @@ async def _is_quiet(into: torch.Tensor) -> bool:
     before = bytes_of_pages.clone()
     await asyncio.sleep(0.1)
     return torch.equal(bytes_of_pages, before)
-
-
-async def _nothing_unfinished(client: ts.Client) -> bool:
-    return not any(volume.unfinished_bytes for volume in (await client.status()).volumes)
 
 
 def _open_files(pid: int) -> int:

@@ -63,13 +63,13 @@ async def test_two_hosts(name: str, spaces: list[str], tmp_path: Path) -> None:
     ready, end = tmp_path / "ready", tmp_path / "end"
     serve = f"""
         import pathlib
+        from tests.support import until
         client = await ts.initialize(capacity=256 << 20, prefault=0)
         await client.put("t", torch.arange(1 << 20))
         found = pathlib.Path({str(ready)!r} + ".new")
         found.write_text(await ts.address())
         found.rename({str(ready)!r})
-        while not pathlib.Path({str(end)!r}).exists():
-            await asyncio.sleep(0.02)
+        await until(pathlib.Path({str(end)!r}).exists, 100)
         assert torch.equal(await client.get("u"), torch.arange(1 << 20) + 1)
         await ts.shutdown()
         """

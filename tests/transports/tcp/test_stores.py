@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.processes import Script
 from tests.support import SMALL, bits, running_store, until
+from tests.transports.asking import nothing_unfinished
 
 import torchstore_core as ts
 
@@ -109,7 +110,7 @@ async def test_a_client_that_is_killed_while_it_puts() -> None:
             with Script(putting) as script:
                 await until(lambda: _used(client), 30)
                 os.kill(script.pid, signal.SIGKILL)
-            await until(lambda: _nothing_unfinished(client), 10)
+            await until(lambda: nothing_unfinished(client), 10)
             if await client.exists("late"):
                 got = await client.get("late")
                 assert bool((got == 7).all())
@@ -123,10 +124,6 @@ async def test_a_client_that_is_killed_while_it_puts() -> None:
 
 async def _used(client: ts.Client) -> bool:
     return any(volume.unfinished_bytes for volume in (await client.status()).volumes)
-
-
-async def _nothing_unfinished(client: ts.Client) -> bool:
-    return not await _used(client)
 
 
 @pytest.mark.parametrize("what", ["put", "get"])
@@ -143,7 +140,7 @@ async def test_a_cancelled_operation(what: str) -> None:
             await asyncio.wait([running])
             assert running.cancelled() or running.exception() is None
         target.zero_()
-        await until(lambda: _nothing_unfinished(client), 10)
+        await until(lambda: nothing_unfinished(client), 10)
         assert not target.any()
         assert torch.equal(await client.get("v", target), value)
 

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 
 import msgspec
 import pytest
+from tests.strangers import closed
 from tests.support import until
 from tests.transports.tcp.halves import MB, PEER, Local, Volume, drip, linked, threads, volume
 
@@ -40,14 +41,6 @@ def _stranger(there: Volume) -> Iterator[socket.socket]:
         yield sock
 
 
-def _closed(sock: socket.socket) -> bool:
-    """Whether the other end closes the connection, without a word."""
-    try:
-        return sock.recv(1) == b""
-    except ConnectionResetError:
-        return True
-
-
 async def _works(there: Volume) -> None:
     """A client that has been let in is served."""
     link = await there.connect()
@@ -74,7 +67,7 @@ async def test_garbage(said: bytes) -> None:
             sock.sendall(said)
             if not said:
                 sock.shutdown(socket.SHUT_WR)
-            assert await asyncio.to_thread(_closed, sock)
+            assert await asyncio.to_thread(closed, sock)
         await _works(there)
         await until(lambda: threads().count("torchstore-tcp-serve") <= 2)
 
@@ -98,7 +91,7 @@ async def test_a_wrong_secret_and_a_wrong_ticket() -> None:
             sock.sendall(MAGIC + ticket + bytes(32))
             assert len(await asyncio.to_thread(sock.recv, 64, socket.MSG_WAITALL)) == 64
             sock.sendall(os.urandom(32))
-            assert await asyncio.to_thread(_closed, sock)
+            assert await asyncio.to_thread(closed, sock)
 
 
 async def test_a_volume_without_the_secret_is_not_trusted() -> None:
@@ -136,7 +129,7 @@ async def test_a_replayed_greeting_is_refused() -> None:
             sock.sendall(heard[0])
             assert len(await asyncio.to_thread(sock.recv, 64, socket.MSG_WAITALL)) == 64
             sock.sendall(heard[1])
-            assert await asyncio.to_thread(_closed, sock)
+            assert await asyncio.to_thread(closed, sock)
 
 
 async def test_slow_and_silent_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +140,7 @@ async def test_slow_and_silent_strangers(monkeypatch: pytest.MonkeyPatch) -> Non
             async with within(5):
                 dripping = asyncio.ensure_future(asyncio.to_thread(drip, slow))
                 await _works(there)
-                assert await asyncio.to_thread(_closed, silent)
+                assert await asyncio.to_thread(closed, silent)
                 await dripping
 
 
@@ -159,7 +152,7 @@ async def test_more_strangers_than_are_let_near(caplog: pytest.LogCaptureFixture
             async with within(authentication.GREETING_S / 2):
                 crowd = [stack.enter_context(_stranger(there)) for _ in range(2 * UNKNOWN_MAX)]
                 for sock in crowd[:UNKNOWN_MAX]:
-                    assert await asyncio.to_thread(_closed, sock)
+                    assert await asyncio.to_thread(closed, sock)
             # The thread of a connection ends a moment after it was closed.
             await until(lambda: threads().count("torchstore-tcp-serve") <= UNKNOWN_MAX + 2)
             await _works(there)
@@ -227,7 +220,7 @@ async def test_a_client_that_asks_for_nonsense(request_: bytes) -> None:
             assert outcome == FAILED
             assert len(sock.recv(nbytes, socket.MSG_WAITALL)) == nbytes > 10
             sock.shutdown(socket.SHUT_WR)
-            assert await asyncio.to_thread(_closed, sock)
+            assert await asyncio.to_thread(closed, sock)
         assert there.memory[16:64] == bytes(48)
         await _works(there)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -35,12 +34,6 @@ from torchstore_core.values import StateDictMeta, TensorMeta, TensorSlice
 from torchstore_core.wire import messages as m
 
 ALL = 1 << 62
-
-
-@pytest.fixture
-def store() -> Iterator[Controller]:
-    with a_store() as controller:
-        yield controller
 
 
 def fetch(store: Controller, version: int = 0, wants: list[m.Want] | None = None) -> m.Fetched:

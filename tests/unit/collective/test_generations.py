@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -36,12 +36,6 @@ from torchstore_core.errors import (
 from torchstore_core.server.controller import Controller
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import encode
-
-
-@pytest.fixture
-def store() -> Iterator[Controller]:
-    with a_store() as controller:
-        yield controller
 
 
 def test_what_is_missing_is_worked_out_only_for_who_asks(

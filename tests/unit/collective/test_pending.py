@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import msgspec
 import pytest
 from tests.unit.collective.ranks import (
     Rank,
-    a_store,
     content,
     newest,
     numbers,
@@ -30,13 +27,6 @@ from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.collective import participants
 from torchstore_core.server.serving import inspection
 from torchstore_core.wire import messages as m
-
-
-@pytest.fixture
-def store() -> Iterator[Controller]:
-    with a_store() as controller:
-        yield controller
-
 
 # ---- what is told of them -----------------------------------------------------------------
 

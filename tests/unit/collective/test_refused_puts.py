@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from msgspec import structs
 from tests.unit.collective.ranks import (
@@ -27,12 +25,6 @@ from torchstore_core.errors import (
 from torchstore_core.server.controller import Controller
 from torchstore_core.values import ObjectMeta, StateDictMeta, TensorMeta, TensorSlice
 from torchstore_core.wire import messages as m
-
-
-@pytest.fixture
-def store() -> Iterator[Controller]:
-    with a_store() as controller:
-        yield controller
 
 
 def test_a_participant_may_not_be_of_another_shape_or_dtype(store: Controller) -> None:

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from tests.unit.collective.ranks import Rank, a_store, content, newest, obj, pending, tensor
+from tests.unit.collective.ranks import Rank, content, newest, obj, pending, tensor
 from tests.unit.server.test_lost_parts import controller_of
 
 from torchstore_core.errors import KeyNotFoundError
 from torchstore_core.server.controller import Controller
 from torchstore_strategies import SingletonStrategy
-
-
-@pytest.fixture
-def store() -> Iterator[Controller]:
-    with a_store() as controller:
-        yield controller
 
 
 def waiting_for_version_2(store: Controller) -> list[list[int]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 
 import pytest
+from tests.support import turn
 from tests.unit.references.test_holds import singleton
 from tests.unit.server.test_controller import HERE, META, facts, volumes
 
@@ -63,7 +63,7 @@ async def test_what_a_client_may_ask_again_is_known_as_long_as_it_lives(log, rec
         before.put(session, put(number))
     controller, returning, session = await come_back(log, records, session.token)
     returning.resume(session, m.Resume(LIFE, [], [], [6], last=True))
-    await asyncio.sleep(0)  # nothing is left to be called later that forgets it
+    await turn()  # nothing is left to be called later that forgets it
     assert returning.again(session, put(6)) == m.Committed(6, [2])
     assert returning.again(session, put(6)) == m.Committed(6, [2])
     assert returning.again(session, put(5)) is None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
-import time
 from collections.abc import Iterator
 from typing import NoReturn
 
 import pytest
+from tests.support import turn, until
 from tests.unit.keeping.test_coming_back import (
     HERE,
     LinkToLogs,
@@ -46,10 +45,7 @@ class Recorded:
             self.controller.put(self.session, m.Put(number, number, [inline("k", bytes(40_000))]))
 
     async def until_written(self) -> None:
-        begun = time.monotonic()
-        while self.compaction.is_running:
-            assert time.monotonic() - begun < 20
-            await asyncio.sleep(0.005)
+        await until(lambda: not self.compaction.is_running)
 
 
 @pytest.fixture
@@ -61,11 +57,11 @@ def recorded() -> Iterator[Recorded]:
 async def test_it_begins_by_itself_before_the_log_takes_much_memory(recorded: Recorded) -> None:
     first = recorded.controller.log
     recorded.put(30 * MIB)
-    await asyncio.sleep(0)
+    await turn()
     assert not recorded.compaction.is_running
     recorded.put(6 * MIB)
     assert not recorded.compaction.is_running  # the state has no request that is not executed yet
-    await asyncio.sleep(0)
+    await turn()
     assert recorded.compaction.is_running
     await recorded.until_written()
     assert recorded.controller.log is not first
@@ -87,7 +83,7 @@ async def test_what_came_while_it_was_written_is_not_carried_along_for_ever(
 async def test_memory_is_given_back_when_nothing_is_recorded(recorded: Recorded) -> None:
     for _ in range(2):
         recorded.put(36 * MIB)
-        await asyncio.sleep(0)
+        await turn()
         await recorded.until_written()
     assert recorded.compaction.memory_nbytes > 60 * MIB  # warm, for what comes
     recorded.put(2 * MIB)
@@ -96,7 +92,7 @@ async def test_memory_is_given_back_when_nothing_is_recorded(recorded: Recorded)
     recorded.compaction.look()
     assert recorded.compaction.memory_nbytes < 4 * MIB
     recorded.put(36 * MIB)
-    await asyncio.sleep(0)
+    await turn()
     await recorded.until_written()
     assert recorded.controller.log.nbytes < MIB
 
@@ -110,12 +106,12 @@ async def test_one_that_fails_is_tried_again_when_as_much_has_come(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fork", refused)
         recorded.put(36 * MIB)
-        await asyncio.sleep(0)
+        await turn()
     recorded.put(20 * MIB)
-    await asyncio.sleep(0)
+    await turn()
     assert not recorded.compaction.is_running
     recorded.put(16 * MIB)
-    await asyncio.sleep(0)
+    await turn()
     assert recorded.compaction.is_running
     await recorded.until_written()
     assert recorded.controller.log.nbytes < MIB
@@ -126,13 +122,13 @@ async def test_a_log_that_the_keeper_cannot_hold_takes_nothing_over(recorded: Re
     first = recorded.controller.log
     recorded.keeper.is_full = True
     recorded.put(36 * MIB)
-    await asyncio.sleep(0)
+    await turn()
     await recorded.until_written()
     assert recorded.controller.log is first
     assert not recorded.kept
     recorded.keeper.is_full = False
     recorded.put(36 * MIB)
-    await asyncio.sleep(0)
+    await turn()
     await recorded.until_written()
     assert recorded.kept == [recorded.controller.log.fd]
     assert recorded.controller.log.nbytes < MIB
@@ -141,5 +137,5 @@ async def test_a_log_that_the_keeper_cannot_hold_takes_nothing_over(recorded: Re
 async def test_a_server_that_ends_begins_none(recorded: Recorded) -> None:
     recorded.put(36 * MIB)
     recorded.compaction.close()
-    await asyncio.sleep(0)
+    await turn()
     assert not recorded.compaction.is_running

@@ -17,7 +17,7 @@ from torchstore_core.errors import ObjectLostError, StoreFullError
 from torchstore_core.machine.processes import Process
 from torchstore_core.server.keeping.log import Log
 from torchstore_core.server.keeping.recorded import RecordedController
-from torchstore_core.server.remote.attached import AttachedVolume, KnownVolume
+from torchstore_core.server.remote.attached_volume import AttachedVolume, KnownVolume
 from torchstore_core.wire import messages as m
 
 CAPACITY = 64 << 10

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from tests.support import turn
 
 from torchstore_core.errors import TransportError
 from torchstore_transports.pairs import protocol as p
@@ -38,7 +39,7 @@ async def test_a_batch_is_watched_until_it_ends_or_is_given_up(given_up: bool) -
     served = half._served[1] = _Served(b"one", b"link", Board(), over)
     batch = served._last = asyncio.get_running_loop().create_future()
     watching = asyncio.ensure_future(half.handshake(b"one", p.encode(p.Watch(1))))
-    await asyncio.sleep(0)
+    await turn()
     assert not watching.done()
     if given_up:
         await half.handshake(b"one", p.encode(p.Stop(1)))

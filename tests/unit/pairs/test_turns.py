@@ -81,7 +81,7 @@ async def test_a_call_that_nobody_waits_for_ends_alone() -> None:
     await until(ended.is_set)
     del waiting
     gc.collect()
-    await asyncio.sleep(0)
+    await turn()
     assert not reported
 
 

@@ -27,7 +27,8 @@ from torchstore_core.machine import topology
 from torchstore_core.machine.processes import Process, pid_namespace
 from torchstore_core.plugins.registry import Registry
 from torchstore_core.server.memory.volume import Volume
-from torchstore_core.server.remote.attached import AttachedVolume, KnownVolume, VolumeConnection
+from torchstore_core.server.remote.attached import VolumeConnection
+from torchstore_core.server.remote.attached_volume import AttachedVolume, KnownVolume
 from torchstore_core.server.remote.relay_server import RelayRequest, RelayServer
 from torchstore_core.server.serving.conversation import Conversation
 from torchstore_core.values import TensorMeta

@@ -21,7 +21,7 @@ from torchstore_core.errors import StoreFullError
 from torchstore_core.machine.topology import memory_left_bytes
 from torchstore_core.server.keeping.log import Log
 from torchstore_core.server.keeping.recorded import RecordedController
-from torchstore_core.server.remote.attached import AttachedVolume, KnownVolume
+from torchstore_core.server.remote.attached_volume import AttachedVolume, KnownVolume
 from torchstore_core.server.spilling.delays import Delayed
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import FrameReader, decode_reply, encode

@@ -30,7 +30,7 @@ from torchstore_core.server.index.records import SessionRecord, Value, all_value
 from torchstore_core.server.memory.allocator import rounded
 from torchstore_core.server.memory.segment import SegmentMemory
 from torchstore_core.server.memory.volume_record import VolumeRecord
-from torchstore_core.server.remote.attached import AttachedHalves
+from torchstore_core.server.remote.attached_volume import AttachedHalves
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
 from torchstore_strategies import HashStrategy, ReplicatedStrategy

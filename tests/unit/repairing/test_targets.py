@@ -15,7 +15,7 @@ from torchstore_core.machine.topology import probe
 from torchstore_core.server.index.records import Value
 from torchstore_core.server.memory.segment import SegmentMemory
 from torchstore_core.server.memory.volume_record import VolumeRecord
-from torchstore_core.server.remote.attached import AttachedHalves
+from torchstore_core.server.remote.attached_volume import AttachedHalves
 from torchstore_core.server.repairing.targets import Targets
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m

@@ -34,7 +34,7 @@ from torchstore_core.server.memory.allocator import ALIGNMENT
 from torchstore_core.server.memory.segment import SegmentMemory
 from torchstore_core.server.memory.shortage import session_bytes
 from torchstore_core.server.memory.volume_record import VolumeRecord
-from torchstore_core.server.remote.attached import AttachedHalves
+from torchstore_core.server.remote.attached_volume import AttachedHalves
 from torchstore_core.server.serving import inspection
 from torchstore_core.values import ObjectMeta, TensorMeta
 from torchstore_core.wire import messages as m

@@ -16,7 +16,7 @@ from tests.unit.server.test_controller import volumes
 from torchstore_core.plugins.registry import Registry
 from torchstore_core.plugins.strategy_data import decode_strategy
 from torchstore_core.server.keeping.recorded import RecordedController
-from torchstore_core.server.remote.attached import AttachedVolume, KnownVolume
+from torchstore_core.server.remote.attached_volume import AttachedVolume, KnownVolume
 from torchstore_core.server.spilling.moves import Mover, Site
 from torchstore_core.server.spilling.policy import State
 from torchstore_core.server.spilling.spill_file import SpillFile

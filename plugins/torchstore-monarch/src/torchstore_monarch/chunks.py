@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -82,3 +83,8 @@ def chunks(copies: Sequence[Copy], limit: Callable[[], int]) -> Iterator[Chunk]:
                 pieces, total, most = [], 0, limit()
     if pieces:
         yield Chunk(pieces, total, len(copies))
+
+
+def memory_of(copy: Copy) -> memoryview:
+    """The memory of this process that a copy moves bytes from, or to."""
+    return memoryview((ctypes.c_char * copy.nbytes).from_address(copy.address)).cast("B")

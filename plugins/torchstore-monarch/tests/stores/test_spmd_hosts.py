@@ -14,14 +14,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.monarch.jobs import python_path, running
+from tests.monarch.jobs import kill_all, python_path, running
 from tests.processes import Program
 from tests.support import free_port, until
 
@@ -125,12 +124,7 @@ class Ranks:
         for process in self.processes:
             process.kill()
             process.communicate()
-        deadline = time.monotonic() + 60.0
-        while (left := self.of_store()) and time.monotonic() < deadline:
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.01)
+        kill_all(self.of_store, 60.0)
         shutil.rmtree(self._base, ignore_errors=True)
 
 

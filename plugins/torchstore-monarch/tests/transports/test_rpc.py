@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.monarch import acts
 from tests.monarch.jobs import Job
-from tests.support import noise, until
+from tests.support import noise, turn, until
 from tests.unit.remote.relays import Backstage
 
 import torchstore_core as ts
@@ -349,7 +349,7 @@ async def test_cancelled_in_the_middle(agent: _Agent, stage: Backstage, way: str
     task = asyncio.create_task(link.read(copies) if way == "read" else link.write(copies))
     await until(lambda: agent.calls > 0)
     task.cancel()
-    await asyncio.sleep(0)
+    await turn()
     task.cancel()  # by the user, say, and by the time that is over
     await asyncio.wait([task], timeout=5)  # a host that never answers does not hold anybody
     assert task.cancelled()
@@ -386,7 +386,7 @@ async def test_a_queued_write_that_is_cancelled_disturbs_nobody(
     first = asyncio.create_task(link.write([Copy(mine.data_ptr(), 0, 0, CHUNK)]))
     await until(lambda: agent.calls > 0)
     second = asyncio.create_task(link.write([Copy(queued.data_ptr(), 0, CHUNK, CHUNK)]))
-    await asyncio.sleep(0)
+    await turn()
     second.cancel()
     await asyncio.wait([second], timeout=5)
     assert second.cancelled()
@@ -575,7 +575,7 @@ async def test_a_loop_that_is_never_closed_goes_with_its_link(agent: _Agent) -> 
         await read()
         await asyncio.gather(read(), read())
         asyncio.get_running_loop().create_task(read())
-        await asyncio.sleep(0)
+        await turn()
 
     def work() -> None:
         asyncio.new_event_loop().run_until_complete(main())

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tests.processes import run_script
-from tests.support import SMALL, until
+from tests.support import turn, until
 
 import torchstore_core as ts
 from torchstore_snapshot import Snapshot, SnapshotNotFoundError, StateDict
@@ -26,13 +25,6 @@ from torchstore_snapshot.background import process
 from torchstore_snapshot.background.staging import PREFIX
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-async def store() -> AsyncIterator[ts.Client]:
-    client = await ts.initialize(**SMALL)
-    yield client
-    await ts.shutdown()
 
 
 _INTERRUPTED = """
@@ -138,7 +130,7 @@ async def test_a_cancelled_take(tmp_path: Path) -> None:
     )
     await written.wait()
     take.cancel()
-    await asyncio.sleep(0)
+    await turn()
     assert not take.done()  # it is still reading
     loop.call_later(0.01, go_on.set)
     with pytest.raises(asyncio.CancelledError):

@@ -19,6 +19,7 @@ MIB = 1 << 20
 
 _TAKES = """
 import os
+from tests.support import until
 from torchstore_snapshot import Snapshot, StateDict
 from torchstore_snapshot.background.stores import bounded
 folder = {folder!r}
@@ -37,12 +38,10 @@ bounded.begin()
 small = {{"m": StateDict(w=torch.ones(99).view(9, -1).t())}}
 Snapshot.async_take(folder + "/before", small, fsync=False, memory_budget=budget).wait(300)
 print("ready", flush=True)
-while not os.path.exists(folder + "/go"):
-    await asyncio.sleep(0.01)
+await until(lambda: os.path.exists(folder + "/go"), 100)
 Snapshot.async_take(folder + "/s", state, fsync=False, memory_budget=budget).wait(100)
 print("written", flush=True)
-while not os.path.exists(folder + "/end"):
-    await asyncio.sleep(0.01)
+await until(lambda: os.path.exists(folder + "/end"), 100)
 """
 
 
@@ -120,17 +119,16 @@ async def test_a_take_keeps_to_its_memory_budget(tmp_path: Path, kind: str) -> N
 
 _AFTER_ANOTHER = """
 import os
+from tests.support import until
 from torchstore_snapshot import Snapshot, StateDict
 folder = {folder!r}
 Snapshot.async_take(folder + "/small", {{"m": StateDict(w=torch.ones(9))}}, fsync=False).wait(300)
 state = {{"m": StateDict({{f"w{{i}}": torch.full((1 << 20,), float(i)) for i in range(24)}})}}
 print("ready", flush=True)
-while not os.path.exists(folder + "/go"):
-    await asyncio.sleep(0.01)
+await until(lambda: os.path.exists(folder + "/go"), 100)
 Snapshot.async_take(folder + "/s", state, fsync=False, memory_budget={budget}).wait(100)
 print("written", flush=True)
-while not os.path.exists(folder + "/end"):
-    await asyncio.sleep(0.01)
+await until(lambda: os.path.exists(folder + "/end"), 100)
 """
 
 

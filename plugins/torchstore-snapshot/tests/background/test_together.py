@@ -18,6 +18,7 @@ from torchstore_snapshot.committing.merging import Part
 from torchstore_snapshot.format.manifest import DataFile
 from torchstore_snapshot.format.paths import new_take_id
 from torchstore_snapshot.series.claims import Claim
+from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.storage.opening import open_storage
 from torchstore_snapshot.taking.take import TakeOptions, commit
 
@@ -28,6 +29,19 @@ OPTIONS = TakeOptions(overwrite=True, fsync=False)
 def _takes_without_a_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of most tests here have none, which is no sign of anything."""
     monkeypatch.setattr(rendezvous, "_TOLD_S", 1000.0)
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
+    """Where the snapshot ``s`` is taken to."""
+    made = open_storage(tmp_path / "s")
+    made.prepare(durable=False)
+    return made
+
+
+@pytest.fixture
+def take() -> str:
+    return new_take_id()
 
 
 class Waits:
@@ -92,8 +106,9 @@ def test_a_rank_hears_of_a_commit_that_was_replaced_since(tmp_path: Path) -> Non
     assert not [path.name for path in folder.iterdir() if path.name.startswith(".")]
 
 
-def test_a_rank_that_sees_the_commit_before_it_is_told_leaves_no_report(tmp_path: Path) -> None:
-    take = new_take_id()
+def test_a_rank_that_sees_the_commit_before_it_is_told_leaves_no_report(
+    tmp_path: Path, storage: Storage, take: str
+) -> None:
     open_storage(tmp_path / "s").prepare(durable=False)
     slow = Waits(tmp_path / "s", take)
 
@@ -108,32 +123,25 @@ def test_a_rank_that_sees_the_commit_before_it_is_told_leaves_no_report(tmp_path
 
 
 def test_a_rank_that_is_never_told_believes_the_manifest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, storage: Storage, take: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous, "_TOLD_S", 0.2)
-    take = new_take_id()
-    storage = open_storage(tmp_path / "s")
-    storage.prepare(durable=False)
     slow = Waits(tmp_path / "s", take)
     commit(storage, take, [part(0), part(1)], OPTIONS)
     slow.end()
     assert not [path.name for path in (tmp_path / "s").iterdir() if path.name.startswith(".")]
 
 
-def test_a_rank_hears_that_rank_0_failed(tmp_path: Path) -> None:
-    take = new_take_id()
-    storage = open_storage(tmp_path / "s")
-    storage.prepare(durable=False)
+def test_a_rank_hears_that_rank_0_failed(tmp_path: Path, storage: Storage, take: str) -> None:
     slow = Waits(tmp_path / "s", take)
     report_failure(storage, take, 0, "it did not want to")
     with pytest.raises(RankFailedError, match="rank 0 failed: it did not want to"):
         slow.end()
 
 
-def test_a_report_that_is_removed_is_a_lost_take(tmp_path: Path) -> None:
-    take = new_take_id()
-    storage = open_storage(tmp_path / "s")
-    storage.prepare(durable=False)
+def test_a_report_that_is_removed_is_a_lost_take(
+    tmp_path: Path, storage: Storage, take: str
+) -> None:
     slow = Waits(tmp_path / "s", take)
     for info in storage.list():
         storage.delete(info.name)
@@ -143,12 +151,10 @@ def test_a_report_that_is_removed_is_a_lost_take(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["abandon", "release"])
 def test_a_rank_sees_that_the_take_was_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+    tmp_path: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """What rank 0 had said of it may have been collected before this one reported."""
     monkeypatch.setattr(rendezvous, "_TOLD_S", 0.2)
-    storage = open_storage(tmp_path / "s")
-    storage.prepare(durable=False)
     claim = Claim(storage, new_take_id())
     slow = Waits(tmp_path / "s", claim.take)
     getattr(claim, how)()
@@ -156,10 +162,9 @@ def test_a_rank_sees_that_the_take_was_given_up(
         slow.end()
 
 
-def test_a_rank_that_gives_up_late_keeps_the_take_from_being_committed(tmp_path: Path) -> None:
-    take = new_take_id()
-    storage = open_storage(tmp_path / "s")
-    storage.prepare(durable=False)
+def test_a_rank_that_gives_up_late_keeps_the_take_from_being_committed(
+    tmp_path: Path, storage: Storage, take: str
+) -> None:
     slow = Waits(tmp_path / "s", take)
     report_failure(storage, take, 1, "its program has ended")
     with pytest.raises(RankFailedError, match="rank 1 failed"):

@@ -35,6 +35,7 @@ from torchstore_snapshot.taking.take import TakeOptions, prepare
 
 _running = importlib.import_module("plugins.torchstore-snapshot.tests.crashes.running")
 mark, started = _running.mark, _running.started
+restored = importlib.import_module("plugins.torchstore-snapshot.tests.crashes.test_takes").restored
 
 _TAKES = {
     "take": "Snapshot.take(path, state, overwrite=True, fsync=False, file_max=500_000)",
@@ -58,15 +59,6 @@ while True:
         print(type(error).__name__, flush=True)
 """
 _EXPECTED = {"SnapshotWriterError", "StoreClosedError", "StoreLostError", "KeyNotFoundError"}
-
-
-def restored(folder: Path) -> int:
-    """Which take is there, after checking every bit of it."""
-    state = StateDict(n=0, **{f"w{i}": torch.zeros(50_000) for i in range(8)})
-    Snapshot(folder).restore({"m": state})
-    for i in range(8):
-        assert torch.equal(state[f"w{i}"], torch.full((50_000,), float(state["n"])))
-    return int(state["n"])
 
 
 async def crash(folder: Path, mark: str, take: str, victim: str, chance: random.Random) -> None:

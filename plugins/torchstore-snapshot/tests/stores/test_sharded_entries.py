@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from tests.support import SMALL
 
@@ -16,13 +14,6 @@ from torchstore_snapshot import load_into_store, snapshot_store
 from torchstore_snapshot.format.manifest import TensorEntry
 
 WHOLE = torch.arange(50 * 700, dtype=torch.float32).view(50, 700)
-
-
-@pytest.fixture
-async def store() -> AsyncIterator[ts.Client]:
-    client = await ts.initialize(**SMALL)
-    yield client
-    await ts.shutdown()
 
 
 def quarters(whole: torch.Tensor) -> ShardList:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -27,13 +26,6 @@ BOXES = [
     for row, rows in ((0, 2), (2, 3))
     for column, columns in ((0, 4), (4, 3))
 ]
-
-
-@pytest.fixture
-async def store() -> AsyncIterator[ts.Client]:
-    client = await ts.initialize(**SMALL)
-    yield client
-    await ts.shutdown()
 
 
 def shard(

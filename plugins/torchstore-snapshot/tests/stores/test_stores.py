@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,6 @@ from torchstore_snapshot.format.paths import new_take_id
 from torchstore_snapshot.taking.collecting import collect_values
 from torchstore_snapshot.taking.planning import holdings, split_work
 from torchstore_snapshot.taking.sharing import plan_store_files
-
-
-@pytest.fixture
-async def store() -> AsyncIterator[ts.Client]:
-    client = await ts.initialize(**SMALL)
-    yield client
-    await ts.shutdown()
 
 
 async def test_a_store_comes_back_with_its_versions(store: ts.Client, tmp_path: Path) -> None:

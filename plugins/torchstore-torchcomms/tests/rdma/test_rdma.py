@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from tests.support import noise, until
+from tests.support import noise, turn, until
 
 from torchstore_core.contracts.transport import (
     Bid,
@@ -218,7 +218,7 @@ async def test_disconnect_waits_for_what_a_goodbye_is_ending(volume: Volume) -> 
     await until(lambda: volume.moved() > 0, 20)
     ask = encode(Goodbye(link._id))
     leaving = asyncio.ensure_future(volume.server.handshake(b"client", ask))
-    await asyncio.sleep(0)  # it is sent, before what comes next
+    await turn()  # it is sent, before what comes next
     await volume.server.disconnect(b"client")
     assert bool(volume.memory[:MB].all())  # so nothing is under way any more
     await asyncio.gather(moving, leaving, return_exceptions=True)

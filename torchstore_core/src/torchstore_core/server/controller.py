@@ -60,8 +60,9 @@ from torchstore_core.server.memory.placement import (
 from torchstore_core.server.memory.shortage import full_error, most_bytes
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.reads import Reads
+from torchstore_core.server.repairing.copiers import StartsCopier
 from torchstore_core.server.repairing.drains import Drains
-from torchstore_core.server.repairing.repairs import Repairs, StartsCopier
+from torchstore_core.server.repairing.repairs import Repairs
 from torchstore_core.server.spilling.spilling import Spilling
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.columns import rounded_sum

@@ -42,7 +42,7 @@ from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.server.memory.segment import call_from_thread
 from torchstore_core.server.memory.volume import Volume, default_capacity, default_prefault
 from torchstore_core.server.memory.volume_record import VolumeRecord
-from torchstore_core.server.remote.attached import RETURN_S, AttachedVolume, KnownVolume
+from torchstore_core.server.remote.attached_volume import AttachedVolume, KnownVolume
 from torchstore_core.server.remote.process_watches import ProcessWatches
 from torchstore_core.server.repairing.copier_process import CopierProcess
 from torchstore_core.server.serving import inspection, journal
@@ -64,6 +64,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SHUTDOWN_GRACE_S = 0.5
+# How long a server that has come back waits for a volume. As long as for a relay that is silent.
+_RETURN_S = 15.0
 # After which time the keeper is asked again to hold what it had no descriptor for.
 _KEEP_AGAIN_S = 1.0
 # The name by which it has the listening socket.
@@ -548,10 +550,11 @@ class Server:
         info, memory = await volume.start(), volume.memory
         return VolumeRecord(info, memory, volume, Allocator(memory.nbytes, memory.may_grow))
 
-    def volume_attached(self, attach: m.Attach, send: Callable[[m.Message], None], pid: int) -> int:
-        """Add a volume in another process, which has connected; returns what it has to know: see
-        ``messages.Attached``. ``pid``: of that process, as the kernel tells it to this one; 0:
-        unknown.
+    def volume_attached(
+        self, attach: m.Attach, send: Callable[[m.Message], None], pid: int
+    ) -> AttachedVolume:
+        """Add a volume in another process, which has connected. ``pid``: of that process, as the
+        kernel tells it to this one; 0: unknown.
 
         Raises:
             ConfigurationError: the store does not wait for a volume with this index.
@@ -561,7 +564,7 @@ class Server:
         before = self._attached.get(info.index)
         if before is not None and not before.is_connected:
             self._attached_again(before, info, send)
-            return self.life
+            return before
         wanted = self.options.num_storage_volumes if self.options.attached else 0
         if not 0 <= info.index < wanted or info.index in self._attached:
             raise ConfigurationError(
@@ -581,7 +584,7 @@ class Server:
             self._begin([self._attached[i] for i in range(wanted)])
             self._say_started()
             self._all_attached.set()
-        return self.life
+        return volume
 
     def _begin_again(self, facts: Mapping[str, str]) -> None:
         """Go on with the volumes that an earlier life had, which attach again; if there were all of
@@ -602,14 +605,14 @@ class Server:
 
         def give_up(why: str) -> None:
             if not (volume.is_connected or volume.lost or self._stopping):
-                self.volume_ended(volume.index, why)
+                self.volume_ended(volume, why)
 
         if volume.lost:
             volume.halves.lost(volume.lost)
             if volume.spilled is not None:
                 volume.spilled.lost(volume.lost)
             return
-        self._loop.call_later(RETURN_S, give_up, f"it has not come back within {RETURN_S:g} s")
+        self._loop.call_later(_RETURN_S, give_up, f"it has not come back within {_RETURN_S:g} s")
         volume.watch(functools.partial(give_up, "its process has ended"))
 
     def _attached_again(
@@ -643,44 +646,28 @@ class Server:
         for call in calls:
             self._loop.call_soon(call)
 
-    def volume_warmed(self, index: int, message: m.Warm) -> None:
+    def volume_warmed(self, volume: AttachedVolume, message: m.Warm) -> None:
         """Handle an attached volume's report of how much of its memory is warm."""
-        self._attached[index].memory.warmed(message)
+        volume.memory.warmed(message)
         if message.trimmed:
-            self.controller.trimmed(index)
+            self.controller.trimmed(volume.index)
             self._trimmed()
         if self._controller is not None:
             self._broadcast_warm()
 
-    def volume_grown(self, index: int, message: m.Grown) -> None:
-        """Handle an attached volume's answer about how far it may be written to."""
-        self._attached[index].memory.grown(message)
-        self.controller.grown(index, message.usable)
-
-    def volume_spilled(self, index: int, message: m.SpillDone) -> None:
-        """Handle what an attached volume says of an order for its spill file."""
-        spilled = self._attached[index].spilled
-        if spilled is not None:
-            spilled.done(message)
-
-    def volume_replied(self, index: int, message: m.PeerReply) -> None:
-        """Handle an attached volume's answer to a handshake or a disconnect."""
-        self._attached[index].halves.replied(message)
-
-    def volume_ended(self, index: int, why: str) -> None:
+    def volume_ended(self, volume: AttachedVolume, why: str) -> None:
         """Handle the end of an attached volume; values that only it had are lost."""
-        self._attached[index].halves.lost(why)
+        volume.halves.lost(why)
         if self._controller is None:
-            del self._attached[index]
+            del self._attached[volume.index]
             return
         self._trimmed()
         if not self._stopping:
-            journal.volume_lost(self._controller.volumes[index], why)
-            self._controller.lose_volume(index, why)
-            spilled = self._attached[index].spilled
-            if spilled is not None:
-                spilled.lost(why)
-            self._to_liveness_connections(m.Lost(index, why))
+            journal.volume_lost(volume, why)
+            self._controller.lose_volume(volume.index, why)
+            if volume.spilled is not None:
+                volume.spilled.lost(why)
+            self._to_liveness_connections(m.Lost(volume.index, why))
 
     def joined(self, session: SessionRecord) -> None:
         """Record that a client has opened a session.
@@ -727,7 +714,7 @@ class Server:
 
         def ended() -> None:
             for index in range(self.options.num_storage_volumes):
-                self.controller.repairs.copier_ended(index)
+                self.controller.repairs.copiers.ended(index)
 
         call_from_thread(self._loop, ended)
 

@@ -22,7 +22,7 @@ from torchstore_core.machine.networks import Network
 from torchstore_core.machine.virtual_memory import map_shared, unmap
 from torchstore_transports.pairs import protocol as p
 from torchstore_transports.pairs.addresses import meeting_addresses
-from torchstore_transports.pairs.threads import in_thread, overdue
+from torchstore_transports.pairs.threads import in_thread, kill_made, overdue
 
 if TYPE_CHECKING:
     from torchstore_transports.pairs.connection import PairConnection
@@ -101,7 +101,7 @@ class _Served:
             self._over.set_result(None)
         self.board.close()
         if not self.making.done():  # so no memory has been given to it yet
-            self.making.add_done_callback(_kill)
+            self.making.add_done_callback(kill_made)
         elif not self.making.cancelled() and not self.making.exception():
             await in_thread(self.making.result().kill)
 
@@ -113,12 +113,6 @@ class _Served:
             return self.making.result()
         except RuntimeError as error:
             raise TransportNotReadyError(f"the two ends do not meet: {error}") from error
-
-
-def _kill(made: asyncio.Future[PairConnection]) -> None:
-    """Kill a connection, if it was made, that is not wanted any more."""
-    if not made.cancelled() and made.exception() is None:
-        in_thread(made.result().kill)
 
 
 class PairServer(TransportServer):

@@ -37,7 +37,7 @@ from torchstore_transports.pairs.protocol import (
     encode,
 )
 from torchstore_transports.pairs.rendezvous import RemoteStore
-from torchstore_transports.pairs.threads import Turns, in_thread, retrieve
+from torchstore_transports.pairs.threads import Turns, in_thread, kill_made, retrieve
 
 __all__ = ["PairLink"]
 
@@ -252,7 +252,7 @@ class PairLink(Link):
             raise TransportNotReadyError(f"the two ends do not meet: {error}") from error
         except BaseException as error:
             store.close()
-            making.add_done_callback(_kill)
+            making.add_done_callback(kill_made)
             if isinstance(error, asyncio.CancelledError):
                 await self._stop(welcome.pair)
             raise
@@ -295,9 +295,3 @@ def _arrived(copies: Sequence[Copy], nbytes: int) -> int:
     [0, 1, 1, 2]
     """
     return bisect_right(list(accumulate(copy.nbytes for copy in copies)), nbytes)
-
-
-def _kill(made: asyncio.Future[PairConnection]) -> None:
-    """Kill a connection, if it was made, that is not wanted any more."""
-    if not made.cancelled() and made.exception() is None:
-        in_thread(made.result().kill)

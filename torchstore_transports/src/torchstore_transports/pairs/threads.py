@@ -13,9 +13,12 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-__all__ = ["Turns", "before_exit", "in_library", "in_thread", "overdue", "retrieve"]
+if TYPE_CHECKING:
+    from torchstore_transports.pairs.connection import PairConnection
+
+__all__ = ["Turns", "before_exit", "in_library", "in_thread", "kill_made", "overdue", "retrieve"]
 
 T = TypeVar("T")
 
@@ -125,6 +128,12 @@ def retrieve(done: asyncio.Future[T]) -> None:
     """A callback of futures whose error nobody may be interested in."""
     if not done.cancelled():
         done.exception()
+
+
+def kill_made(made: asyncio.Future[PairConnection]) -> None:
+    """A callback of futures whose connection, if it is made after all, nobody wants any more."""
+    if not made.cancelled() and made.exception() is None:
+        in_thread(made.result().kill)
 
 
 class Turns:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import functools
 import logging
 import time
@@ -16,7 +15,7 @@ from torchstore_core.contracts.transport import Copy, Link, LinkContext
 from torchstore_core.errors import TorchStoreError, TransportError, TransportUnavailableError
 from torchstore_core.machine.tasks import wait_ended
 from torchstore_monarch import job
-from torchstore_monarch.chunks import ChunkSize, chunks
+from torchstore_monarch.chunks import ChunkSize, chunks, memory_of
 from torchstore_monarch.protocol import Offer, result
 from torchstore_monarch.rdma.bouncing import buffer, copy, is_direct, keep
 from torchstore_monarch.rdma.wire import GREETING
@@ -110,7 +109,7 @@ class RdmaLink(Link):
         direct = [one for one in pieces if one.nbytes >= _SMALL and is_direct()]
         others = [one for one in pieces if one.nbytes < _SMALL or not is_direct()]
         groups = [[_place(one)] for one in direct]
-        views = [_memory(one) for one in direct]
+        views = [memory_of(one) for one in direct]
         if others:
             groups.append([_place(one) for one in others])
             gathered = buffer(sum([one.nbytes for one in others]))
@@ -195,7 +194,3 @@ async def _drop(buffers: Sequence[RDMABuffer], limit: float) -> None:
 
 def _place(copy: Copy) -> Place:
     return copy.segment, copy.offset, copy.nbytes
-
-
-def _memory(copy: Copy) -> memoryview:
-    return memoryview((ctypes.c_char * copy.nbytes).from_address(copy.address)).cast("B")

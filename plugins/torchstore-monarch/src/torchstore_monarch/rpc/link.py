@@ -5,7 +5,6 @@ calls, so it works in any process, thread and event loop.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import socket
 import time
 from collections import deque
@@ -22,7 +21,7 @@ from torchstore_core.errors import (
 )
 from torchstore_core.machine.sockets.unix import connect, unix_socket
 from torchstore_core.machine.tasks import wait_ended
-from torchstore_monarch.chunks import ChunkSize, chunks
+from torchstore_monarch.chunks import ChunkSize, chunks, memory_of
 from torchstore_monarch.protocol import Offer
 from torchstore_monarch.rpc.wire import (
     CHUNK,
@@ -175,7 +174,7 @@ class RpcLink(Link):
                     if stop.is_set() or errors:
                         break
                     began.set()
-                    views = [_memory(copy) for copy in chunk.pieces]
+                    views = [memory_of(copy) for copy in chunk.pieces]
                     places = [(copy.segment, copy.offset, copy.nbytes) for copy in chunk.pieces]
                     request = RpcRequest(self._volume, places, chunk.nbytes, write, self._ticket)
                     await _ask(sock, request, views)
@@ -235,7 +234,3 @@ async def _fill(sock: socket.socket, view: memoryview) -> None:
         if not got:
             raise ConnectionResetError("the agent has closed the connection")
         view = view[got:]
-
-
-def _memory(copy: Copy) -> memoryview:
-    return memoryview((ctypes.c_char * copy.nbytes).from_address(copy.address)).cast("B")

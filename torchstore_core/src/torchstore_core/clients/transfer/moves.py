@@ -2,8 +2,7 @@
 
 These are pure functions of the values to put or get and of their locations. A plan is a
 :class:`Batch` for each segment. Its moves are generated lazily, so that copies can run while the
-rest of a large batch is still being planned. The room
-``moving`` carries them out.
+rest of a large batch is still being planned. The room ``moving`` carries them out.
 """
 
 from __future__ import annotations

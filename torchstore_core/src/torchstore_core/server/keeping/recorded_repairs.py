@@ -20,7 +20,8 @@ from torchstore_core.server.index.stored import stored_values
 from torchstore_core.server.keeping.log import SPARE, SPARE_OF_STEPS
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.repairing.backlog import Backlog, Entry
-from torchstore_core.server.repairing.repairs import Copier, Repairs
+from torchstore_core.server.repairing.copiers import Copier
+from torchstore_core.server.repairing.repairs import Repairs
 
 _AGAIN_S = 1.0
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import os
 import select
@@ -30,9 +29,9 @@ from torchstore_core.errors import (
     TransportError,
     TransportNotReadyError,
     TransportUnavailableError,
-    from_wire,
 )
 from torchstore_core.plugins.registry import load_class
+from torchstore_core.wire.calls import Calls
 from torchstore_core.wire.framing import HEADER, FrameReader, portable
 from torchstore_core.wire.messages import HANDSHAKE_S
 
@@ -226,8 +225,7 @@ class _HalfProcess(asyncio.Protocol):
         self._half = half
         self._reader = FrameReader(_MAX_FRAME)
         self._transport: asyncio.Transport | None = None
-        self._ids = itertools.count(1)
-        self._pending: dict[int, asyncio.Future[bytes]] = {}
+        self._calls: Calls[_Answer] = Calls()
         self._unanswered: set[int] = set()
         self.registered: tuple[int, ...] = ()
         self.ended = False
@@ -269,17 +267,15 @@ class _HalfProcess(asyncio.Protocol):
         Raises:
             TransportError: the half raised it, or the process has died.
         """
-        if self.ended or self._transport is None:
+        transport = self._transport
+        if transport is None:
             raise self._died()
-        number = next(self._ids)
-        pending: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._pending[number] = pending
-        self._unanswered.add(number)
-        try:
-            self._transport.write(_frame(_Ask(number, method, peer, data)))
-            return await pending
-        finally:
-            del self._pending[number]
+
+        def send(number: int) -> None:
+            self._unanswered.add(number)
+            transport.write(_frame(_Ask(number, method, peer, data)))
+
+        return (await self._calls.make(send)).data
 
     async def kill(self) -> None:
         """Kill the process, and wait until it has ended. Idempotent."""
@@ -313,7 +309,7 @@ class _HalfProcess(asyncio.Protocol):
         while silent < _SILENT_PAUSES and self._transport is not None:
             if heard != self._heard:
                 silent, heard = 0, self._heard
-                self._transport.write(_frame(_Ask(next(self._ids), "alive")))
+                self._transport.write(_frame(_Ask(self._calls.next_id(), "alive")))
             await asyncio.sleep(_PAUSE_S)
             silent += 1
         log.warning("the process of %s hangs: it is killed", self._half)
@@ -322,13 +318,7 @@ class _HalfProcess(asyncio.Protocol):
     def _answered(self, answer: _Answer) -> None:
         self.registered = answer.registered
         self._unanswered.discard(answer.id)
-        pending = self._pending.get(answer.id)
-        if pending is None or pending.done():
-            return
-        if answer.code:
-            pending.set_exception(from_wire(answer.code, answer.message, None, answer.details))
-        else:
-            pending.set_result(answer.data)
+        self._calls.answered(answer)
 
     def _fail(self) -> None:
         if not self.ended:
@@ -341,9 +331,7 @@ class _HalfProcess(asyncio.Protocol):
         self.ended = True
         if self._watching is not None:
             self._watching.cancel()
-        for pending in self._pending.values():
-            if not pending.done():
-                pending.set_exception(self._died())
+        self._calls.fail(self._died)
 
     def _died(self) -> TransportError:
         return TransportError(f"the process of the server half {self._half} has died")

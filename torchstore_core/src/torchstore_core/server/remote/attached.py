@@ -1,4 +1,4 @@
-"""Volumes in other processes: the server's view of one, and the volume's own connection.
+"""The connection of a volume in another process to its server.
 
 A volume connects like a client, but its first message is ``Attach``. From then on the server tells
 it what to warm and what to return to the system, and asks how far its memory may grow; the volume
@@ -9,295 +9,33 @@ use itself; unless the server has died and comes back: then the volume attaches 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 
-from torchstore_core import moments
 from torchstore_core.errors import (
     StoreClosedError,
     StoreTimeoutError,
     TorchStoreError,
-    TransportUnavailableError,
     from_wire,
     in_seconds,
 )
-from torchstore_core.machine.processes import ProcessWatch, started
 from torchstore_core.machine.sockets.unix import connect, unix_socket
-from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.server.memory.segment import call_from_thread
 from torchstore_core.server.memory.volume import Volume
-from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.remote.process_watches import ProcessWatches
-from torchstore_core.server.remote.spill_files import AttachedFile, VolumeFile
+from torchstore_core.server.remote.spill_files import VolumeFile
 from torchstore_core.server.repairing.copier_process import CopierProcess
 from torchstore_core.server.serving.frames import FrameProtocol
-from torchstore_core.server.spilling.delays import Delayed
 from torchstore_core.wire import framing
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import FrameReader, encode, portable
 
 log = logging.getLogger(__name__)
 
-#: How long a server that has come back waits for a volume. As long as for a relay that is silent.
-RETURN_S = 15.0
-# Between two attempts to connect to such a server.
+# Between two attempts to connect to a server that comes back.
 _PAUSE_S = 0.02
-# That a volume's host does not have some memory is believed for so long.
-_REFUSED_S = 1.0
-
-
-class AttachedMemory:
-    """The controller's ``SegmentView`` of memory in another process.
-
-    Attributes:
-        send: sends a message to the volume; None: it is not connected, in this life of the server.
-        delayed: makes what a request raises that waits for the volume's answer.
-        left: what the volume's host had left of its memory when it said so the last time.
-    """
-
-    def __init__(self) -> None:
-        self.send: Callable[[m.Message], None] | None = None
-        self.delayed: Callable[[str], Delayed] = lambda why: Delayed(why, lambda retry: None)
-        self.left: int | None = None
-        self._warm = 0
-        self._target = 0
-        self._wants_copier = False
-        self._asked = 0  # whether its memory may grow so far is what the volume is asked
-        self._refused: m.Grown | None = None
-        self._refused_at = 0.0
-
-    @property
-    def warm(self) -> int:
-        """The number of bytes, from the start, that are known here to be warm."""
-        return self._warm
-
-    def touched(self, end: int) -> None:
-        """Record that the memory up to ``end`` has been written to."""
-        self._warm = max(self._warm, end)
-
-    def prefault(self, target: int, done: Callable[[], None]) -> None:
-        """Ask the volume to warm its first ``target`` bytes. ``done`` is not called; the volume
-        sends a message to the server instead.
-        """
-        if target > max(self._target, self._warm):
-            self._target = target
-            self._tell(m.Prefault(target))
-
-    def trim(self, start: int) -> int:
-        """Ask the volume to return the pages from ``start`` on to the system."""
-        if self.send is None or start >= self._warm:
-            return 0
-        given = self._warm - start
-        self.send(m.Trim(start, self._warm))
-        return given
-
-    def may_grow(self, end: int) -> int:
-        """Return how far the volume may be written to if that is less than ``end``, because its
-        host does not have the memory, as it has said a moment ago.
-
-        Raises:
-            Delayed: the volume is asked.
-        """
-        refused = self._refused
-        if refused is not None and end >= refused.end:
-            if moments.monotonic() - self._refused_at < _REFUSED_S:
-                return refused.usable
-            self._refused = None
-        if end > self._asked:
-            self._asked = end
-            self._tell(m.MayGrow(end))
-        raise self.delayed("a volume was being asked whether its host has the memory")
-
-    def grown(self, message: m.Grown) -> None:
-        """Record how far the volume may be written to, as reported by the volume."""
-        self.left = message.left
-        if message.end >= self._asked:
-            self._asked = 0
-        self._refused, self._refused_at = None, moments.monotonic()
-        if message.usable < message.end:
-            self._refused = message
-
-    @property
-    def is_here(self) -> bool:
-        """False: only clients can read this memory, under a lease, and write to it."""
-        return False
-
-    def read(self, offset: int, nbytes: int) -> None:
-        return None
-
-    def write(self, offsets: Sequence[int], contents: Sequence[bytes]) -> bool:
-        return False
-
-    def watch(self, wanted: m.WatchProcess) -> None:
-        """Ask the volume to watch a process on its host."""
-        self._tell(wanted)
-
-    def start_copier(self, *, again: bool) -> None:
-        """Ask the volume to start a copier beside it; ``again``: in place of one that runs."""
-        self._wants_copier = self.send is None
-        self._tell(m.StartCopier(again))
-
-    def warmed(self, message: m.Warm) -> None:
-        """Record how much memory is warm, as reported by the volume."""
-        self._warm = message.nbytes if message.trimmed else max(self._warm, message.nbytes)
-        self._target = 0
-
-    def connected(self, send: Callable[[m.Message], None]) -> None:
-        """The volume is there (again): ask for what it could not be asked for before."""
-        self.send = send
-        if self._target:
-            send(m.Prefault(self._target))
-        if self._asked:
-            send(m.MayGrow(self._asked))
-        if self._wants_copier:
-            self._wants_copier = False
-            send(m.StartCopier(False))
-
-    def _tell(self, message: m.Message) -> None:
-        if self.send is not None:
-            self.send(message)
-
-
-class AttachedHalves:
-    """The server halves of a volume in another process, see ``memory.volume_record.Halves``.
-
-    Args:
-        volume_id: the volume's id, for error messages.
-    """
-
-    def __init__(self, volume_id: str) -> None:
-        self._volume_id = volume_id
-        self._send: Callable[[m.Message], None] | None = None
-        self._waiting: list[m.Message] = []  # until it is connected
-        self._ids = itertools.count(1)
-        self._pending: dict[int, asyncio.Future[bytes]] = {}
-        self._lost = ""
-
-    async def handshake(self, peer: bytes, transport: str, request: bytes) -> bytes:
-        """Pass the handshake to the volume, and return its answer."""
-        return await self._ask(m.PeerHandshake(next(self._ids), peer, transport, request))
-
-    async def disconnect(self, peer: bytes, transport: str = "") -> None:
-        """Ask the volume to disconnect ``peer``, and wait until it has."""
-        await self._ask(m.PeerGone(next(self._ids), peer, transport))
-
-    def connected(self, send: Callable[[m.Message], None]) -> None:
-        """The volume is there (again)."""
-        self._send = send
-        waiting, self._waiting = self._waiting, []
-        for message in waiting:
-            send(message)
-
-    def replied(self, reply: m.PeerReply) -> None:
-        """Pass the volume's answer to the call that waits for it."""
-        pending = self._pending.get(reply.id)
-        if pending is None or pending.done():
-            return
-        if reply.code:
-            pending.set_exception(from_wire(reply.code, reply.message, None, reply.details))
-        else:
-            pending.set_result(reply.data)
-
-    def lost(self, why: str) -> None:
-        """Fail all calls, present and future, because the volume is gone."""
-        self._lost = why or "it is gone"
-        for pending in self._pending.values():
-            if not pending.done():
-                pending.set_exception(self._gone())
-
-    async def _ask(self, message: m.PeerHandshake | m.PeerGone) -> bytes:
-        if self._lost:
-            raise self._gone()
-        pending: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._pending[message.id] = pending
-        try:
-            if self._send is None:
-                self._waiting.append(message)
-            else:
-                self._send(message)
-            return await pending
-        finally:
-            del self._pending[message.id]
-
-    def _gone(self) -> TransportUnavailableError:
-        return TransportUnavailableError(f"volume {self._volume_id} is gone: {self._lost}")
-
-
-class KnownVolume(msgspec.Struct, frozen=True):
-    """What does not change of a volume in another process.
-
-    Args:
-        info: as it has told it.
-        pid, started: of its process, see ``machine.processes``; 0: unknown.
-        usable: how far its memory may be used from the beginning, see ``messages.Attach``.
-        spill: its spill file; None: it has none.
-    """
-
-    info: m.VolumeInfo
-    pid: int
-    started: int
-    usable: int | None = None
-    spill: m.SpillPlace | None = None
-
-
-class AttachedVolume(VolumeRecord):
-    """A volume in another process.
-
-    Attributes:
-        spilled: its spill file; None: it has none.
-    """
-
-    __slots__ = ("_watch", "is_connected", "known", "spilled")
-    memory: AttachedMemory
-    halves: AttachedHalves
-
-    def __init__(self, known: KnownVolume) -> None:
-        memory = AttachedMemory()
-        grow = None if known.usable is None else memory.may_grow
-        allocator = Allocator(known.info.capacity_bytes, grow)
-        allocator.ask(grow, allocator.capacity if known.usable is None else known.usable)
-        super().__init__(known.info, memory, AttachedHalves(known.info.id), allocator)
-        self.known = known
-        self.spilled = None if known.spill is None else AttachedFile(known.spill)
-        self.is_connected = False
-        self._watch: ProcessWatch | None = None
-
-    def connected(self, send: Callable[[m.Message], None]) -> None:
-        """The volume is there (again); ``send`` sends it a message."""
-        self.is_connected = True
-        self.unwatch()
-        self.memory.connected(send)
-        self.halves.connected(send)
-        if self.spilled is not None:
-            self.spilled.connected(send)
-
-    def watch(self, ended: Callable[[], None]) -> None:
-        """Call something when its process has ended, as far as that can be seen, unless it connects
-        before.
-        """
-        known = self.known
-        if known.pid and known.started != started(known.pid):
-            asyncio.get_running_loop().call_soon(ended)
-        elif known.pid:
-            self._watch = ProcessWatch(known.pid, ended)
-
-    def unwatch(self) -> None:
-        """Watch its process no more. Idempotent."""
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.close()
-
-    def trim(self, keep: int) -> int:
-        """Ask for the end of the memory to be returned to the system. Until the volume has
-        answered, nothing is placed there, because the pages' contents are discarded.
-        """
-        given = 0 if self.reserved is not None else super().trim(keep)
-        if given:
-            self.reserve()
-        return given
 
 
 class VolumeConnection(FrameProtocol):

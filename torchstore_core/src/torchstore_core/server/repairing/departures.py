@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from torchstore_core.errors import StoreFullError
 from torchstore_core.server.index.records import Value
@@ -81,10 +81,11 @@ class Departures:
             return False
         return True
 
-    def _add(self, entry: Entry) -> None:
+    def _add(self, entry: Entry, *, first: bool = False) -> None:
+        """Add a value to those to be fetched, unless it is one. ``first``: it is the next one."""
         if id(entry.value) not in self._queued:
             self._queued.add(id(entry.value))
-            self._queue.append(entry)
+            (self._queue.appendleft if first else self._queue.append)(entry)
             self.nbytes += entry.value.nbytes
 
     def _count_elsewhere(self, tracked: Tracked) -> None:
@@ -99,7 +100,52 @@ class Departures:
 
     # ---- from disk ------------------------------------------------------------------------
 
-    def take(self) -> tuple[Entry, Tracked] | None:
+    def fetch(
+        self,
+        nbytes: int,
+        most: int,
+        place: Callable[[Entry], tuple[int, int] | None],
+        park: Callable[[Entry, str], None],
+    ) -> bool:
+        """Begin to read values into memory: about so many bytes, and so many values at most. Those
+        for which the memory of their own volume has no room come next. Returns whether there is
+        nothing but those.
+
+        Args:
+            place: allocates memory for a further copy of a value, so that what is read can leave
+                again; None if the value has been seen to in another way.
+            park: called with a value that cannot be read, and why.
+
+        Raises:
+            Delayed, StoreFullError: as ``place``, and ``Spilling.fetch``.
+        """
+        found: list[tuple[Entry, Tracked]] = []
+        places: list[tuple[tuple[int, int], int]] = []  # that there is room where they are to go
+        count = 0
+        try:
+            while nbytes > 0 and len(found) < most and (one := self._take()):
+                found.append(one)
+                entry, tracked = one
+                if tracked.failure and tracked.is_damaged:
+                    found.pop()
+                    park(entry, unreadable(entry.key, tracked))
+                    continue
+                if not tracked.is_inline:
+                    there = place(entry)
+                    if there is None:
+                        found.pop()
+                        continue
+                    places.append((there, entry.value.nbytes))
+                nbytes -= entry.value.nbytes
+            self._free(places)
+            count = self._begin([tracked for _, tracked in found])
+        finally:
+            self._free(places)
+            for entry, _ in reversed(found[count:]):
+                self._add(entry, first=True)
+        return bool(found) and not count
+
+    def _take(self) -> tuple[Entry, Tracked] | None:
         """Remove and return the next value to fetch; None if there is none."""
         while self._queue:
             entry = self._queue.popleft()
@@ -113,26 +159,35 @@ class Departures:
                 return entry, tracked
         return None
 
-    def put_back(self, entries: Sequence[Entry]) -> None:
-        """These come next."""
-        for entry in reversed(entries):
-            self._queued.add(id(entry.value))
-            self._queue.appendleft(entry)
-            self.nbytes += entry.value.nbytes
+    def _free(self, places: list[tuple[tuple[int, int], int]]) -> None:
+        """Free these places, with their sizes, and forget them."""
+        for (at, offset), nbytes in places:
+            self._volumes[at].allocator.free([(offset, nbytes)])
+        places.clear()
 
-    def fetch(self, found: Sequence[tuple[Entry, Tracked]]) -> int:
-        """Begin to fetch the first of these; returns how many.
-
-        Raises:
-            Delayed, StoreFullError: as ``Spilling.fetch``.
-        """
+    def _begin(self, found: Sequence[Tracked]) -> int:
+        """Begin to fetch the first of these; returns how many."""
         count = len(found)
-        while count and not self._spilling.fetch([tracked for _, tracked in found[:count]]):
+        while count and not self._spilling.fetch(found[:count]):
             count //= 2
-        for _, tracked in found[:count]:
+        for tracked in found[:count]:
             self._coming[id(tracked)] = tracked
             self.coming += tracked.value.nbytes
         return count
+
+    def give_up(self, park: Callable[[Entry, str], None]) -> None:
+        """Park all that is still to be fetched: nothing is under way that would free memory of a
+        volume for what it has on its disk.
+        """
+        while (one := self._take()) is not None:
+            entry, _ = one
+            volume = self._volumes[entry.value.volume]
+            entry.waits = True
+            park(
+                entry,
+                f"no room: {entry.key!r} has {entry.value.nbytes:,} bytes on the disk of volume "
+                f"{volume.info.id}, whose memory has {volume.left:,} left to read it back",
+            )
 
     def came(self, tracked: Tracked) -> bool:
         """A value is no longer being read or written; returns whether it was fetched."""
@@ -217,3 +272,8 @@ class Departures:
             is_there = value.volume == index and value.more and tracked.state is State.CLEAN
             if is_there and mover is not None:
                 mover.only_in_memory(tracked)
+
+
+def unreadable(key: str, tracked: Tracked) -> str:
+    """Why a value that could not be read from disk has no further copy."""
+    return f"{key!r} cannot be read from disk: {tracked.failure}"

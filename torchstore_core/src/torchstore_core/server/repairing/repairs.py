@@ -12,14 +12,13 @@ ever lost or drained pays one look at ``active`` for each commit.
 from __future__ import annotations
 
 import contextlib
-import logging
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
 
 import msgspec
 
 from torchstore_core.contracts.strategy import Strategy
-from torchstore_core.errors import ProtocolError, StoreFullError
+from torchstore_core.errors import StoreFullError
 from torchstore_core.reports.bandwidths import DEFAULT_BANDWIDTH
 from torchstore_core.reports.repairs import RepairStatus
 from torchstore_core.server.index.catalog import Catalog
@@ -29,7 +28,8 @@ from torchstore_core.server.memory.allocator import rounded
 from torchstore_core.server.memory.leases import Leases
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.repairing.backlog import Backlog, Entry, Parked
-from torchstore_core.server.repairing.departures import Departures
+from torchstore_core.server.repairing.copiers import Copier, Copiers, StartsCopier
+from torchstore_core.server.repairing.departures import Departures, unreadable
 from torchstore_core.server.repairing.leavings import Leavings
 from torchstore_core.server.repairing.rates import Rate
 from torchstore_core.server.repairing.targets import Targets
@@ -37,8 +37,6 @@ from torchstore_core.server.spilling.delays import Delayed
 from torchstore_core.server.spilling.policy import Tracked
 from torchstore_core.server.spilling.spilling import Spilling
 from torchstore_core.wire import messages as m
-
-log = logging.getLogger(__name__)
 
 # A batch has at most so many bytes, unless it is one value, and so many values.
 _BATCH_BYTES = 64 << 20
@@ -49,29 +47,12 @@ _VALUE_S = 1e-4
 _PASSED_OVER = 64
 # The store looks at so many values at once when it looks for those that lack copies.
 _SLICE = 1000
-# How long a copier may take to start, and how long it is kept without work, in seconds.
-_START_S = 60.0
-_LINGER_S = 20.0
 # The pause after a failure, which doubles; and before memory that was freed is tried.
 _BACKOFF_S, _LONGEST_BACKOFF_S = 0.25, 30.0
 _RETRY_S, _PARKED_S = 0.1, 10.0
 # A copier that takes longer for a batch than all this together, in seconds, is started anew.
 _LEAST_S = 120.0
 _SLOWEST_BYTES_PER_S = 500_000
-
-
-class StartsCopier(Protocol):
-    """Starts a copier beside a volume, unless there is one; ``again``: in place of that one."""
-
-    def __call__(self, volume: VolumeRecord, *, again: bool = False) -> None: ...
-
-
-class Copier(msgspec.Struct, eq=False):
-    """A copier that has asked for something to do."""
-
-    session: SessionRecord
-    request: m.TakeCopies
-    send: Callable[[m.Message], None]
 
 
 class _Batch(msgspec.Struct, eq=False):
@@ -102,6 +83,7 @@ class Repairs:
         active: whether a volume was ever lost or drained.
         leavings: copies that were dropped, and are still read.
         departures: values that may leave memory, on volumes that are drained.
+        copiers: who makes the copies.
     """
 
     def __init__(
@@ -122,24 +104,21 @@ class Repairs:
         self._volumes = volumes
         self._catalog = catalog
         self._leases = leases
-        self._sessions = sessions
         self._free = free
         self._release = release
         self._spilling = spilling
         self._later = later
-        self._start = start
         self.bandwidth = bandwidth
         self.active = False
         self.leavings = Leavings(volumes, holders)
         self.targets = Targets(volumes, strategy)
+        self.copiers = Copiers(volumes, sessions, later, start, self._no_copier)
         self.departures = Departures(volumes, spilling)
         self.backlog = Backlog()
         self.parked = Parked()
         spilling.settled = self._settled
         self._is_waiting = False  # for room in memory
         self._refused = 0  # no room can be made for so many bytes, for the time being
-        self._copiers: list[Copier] = []  # that wait for something to do
-        self._starting: set[int] = set()  # volumes beside which a copier starts
         self._batch: _Batch | None = None
         self._search: Iterator[list[tuple[str, Value]]] | None = None
         self._search_again = False
@@ -236,7 +215,7 @@ class Repairs:
         leaving: dict[int, list[Value]] = {}
         for key, value in named_values(tracked.key, [] if tracked.gone else [tracked.value]):
             if was_fetched and tracked.failure:
-                self._park(self.targets.entry(key, value), _unreadable(key, tracked))
+                self._park(self.targets.entry(key, value), unreadable(key, tracked))
             else:
                 self._consider(key, value, leaving)
         self._drop(leaving)
@@ -294,56 +273,17 @@ class Repairs:
         """A copier asks for something to do; it is answered when there is some.
 
         Raises:
-            ProtocolError: the session is not that of a copier, or an id is in use.
+            ProtocolError: see ``Copiers.add``.
         """
-        if session.facts.role != m.COPIER_ROLE:
-            raise ProtocolError("only a copier takes copies")
-        if request.txn in session.txns or request.lease in session.leases:
-            raise ProtocolError(f"id {request.txn} or {request.lease} is in use")
-        self._starting.difference_update(request.volumes)
+        self.copiers.add(session, request, send)
         if request.trouble:
             self._trouble = request.trouble
-        self._copiers.append(Copier(session, request, send))
         self._pump()
 
-    def _copier(self, volume: int) -> Copier | None:
-        """A copier for a volume that has nothing to do; one is started if there is none."""
-        self._copiers = [
-            one
-            for one in self._copiers
-            if one.session.closed is None and one.session.token in self._sessions
-        ]
-        for copier in self._copiers:
-            if volume in copier.request.volumes:
-                return copier
-        if volume not in self._starting:
-            self._starting.add(volume)
-            self._start(self._volumes[volume])
-
-            self._later(_START_S, lambda: self.copier_ended(volume))
-        return None
-
-    def copier_ended(self, volume: int) -> None:
-        """The copier beside a volume has ended, or has not begun in time. If it is one that was
-        started, it is started again, after a pause.
-        """
-        if volume in self._starting:
-            self._starting.discard(volume)
-            name = self._volumes[volume].info.id
-            self._trouble = f"no copier has started beside volume {name}"
-            self._back_off()
-
-    def _dismiss(self) -> None:
-        """There is nothing to do: copiers for which that does not change may end."""
-        for copier in self._copiers:
-
-            def end(copier: Copier = copier) -> None:
-                if copier in self._copiers and self.idle:
-                    self._copiers.remove(copier)
-                    copier.send(m.Copies(copier.request.id, []))
-
-            gone = all(self._volumes[at].closed for at in copier.request.volumes)
-            self._later(0 if gone else _LINGER_S, end)
+    def _no_copier(self, why: str) -> None:
+        """A copier has not started. It is started again, after a pause."""
+        self._trouble = why
+        self._back_off()
 
     # ---- batches --------------------------------------------------------------------------
 
@@ -384,7 +324,7 @@ class Repairs:
                 raise
             if place is None:
                 continue
-            copier = self._copier(place[0])
+            copier = self.copiers.find(place[0])
             if copier is None:
                 self._volumes[place[0]].allocator.free([(place[1], entry.value.nbytes)])
                 self.backlog.add(self.targets.entry(entry.key, entry.value), first=True)
@@ -392,7 +332,7 @@ class Repairs:
             self._begin(copier, place[0], self._gathered(entry, place, order))
             return
         if not len(self.departures):
-            self._dismiss()
+            self.copiers.dismiss(lambda: self.idle)
 
     def _place(
         self, entry: Entry, order: Callable[[Entry], Sequence[int]]
@@ -427,49 +367,12 @@ class Repairs:
         Raises:
             Delayed, StoreFullError: as :meth:`_begin_next`.
         """
-        departures = self.departures
+        departures, order = self.departures, self.targets.order()
         room = _BATCH_BYTES - departures.coming - self.backlog.nbytes
-        found: list[tuple[Entry, Tracked]] = []
-        places: list[tuple[tuple[int, int], int]] = []  # that there is room where they are to go
-        order = self.targets.order()
-        count = 0
-        try:
-            while room > 0 and len(found) < _BATCH_VALUES and (one := departures.take()):
-                found.append(one)
-                entry, tracked = one
-                if tracked.failure and tracked.is_damaged:
-                    found.pop()
-                    self._park(entry, _unreadable(entry.key, tracked))
-                    continue
-                if not tracked.is_inline:
-                    place = self._place(entry, order)
-                    if place is None:
-                        found.pop()
-                        continue
-                    places.append((place, entry.value.nbytes))
-                room -= entry.value.nbytes
-            for (at, offset), nbytes in places:
-                self._volumes[at].allocator.free([(offset, nbytes)])
-            places.clear()
-            count = departures.fetch(found)
-        finally:
-            for (at, offset), nbytes in places:
-                self._volumes[at].allocator.free([(offset, nbytes)])
-            departures.put_back([entry for entry, _ in found[count:]])
-        if found and not (count or departures.coming or len(self.backlog) or self._batch):
-            self._park_waiting()
-
-    def _park_waiting(self) -> None:
-        """Nothing is under way that would free memory of a volume for what it has on its disk."""
-        while (one := self.departures.take()) is not None:
-            entry, _ = one
-            volume = self._volumes[entry.value.volume]
-            entry.waits = True
-            self._park(
-                entry,
-                f"no room: {entry.key!r} has {entry.value.nbytes:,} bytes on the disk of volume "
-                f"{volume.info.id}, whose memory has {volume.left:,} left to read it back",
-            )
+        place = functools.partial(self._place, order=order)
+        is_stuck = departures.fetch(room, _BATCH_VALUES, place, self._park)
+        if is_stuck and not (departures.coming or len(self.backlog) or self._batch):
+            departures.give_up(self._park)
 
     def _park(self, entry: Entry, why: str) -> None:
         """There is no place for a copy now. It is tried again when memory was freed, and now and
@@ -526,7 +429,7 @@ class Repairs:
 
     def _begin(self, copier: Copier, at: int, found: Sequence[tuple[Entry, int]]) -> None:
         """Have a copier copy values to a volume, with the offsets of their new copies."""
-        self._copiers.remove(copier)
+        self.copiers.remove(copier)
         session, request = copier.session, copier.request
         batch = self._enter(session, request.txn, request.lease, at, found)
         host = self._volumes[at].info.topology.host_id
@@ -581,7 +484,7 @@ class Repairs:
         def time_is_up() -> None:
             if self._batch is batch:
                 self._trouble = f"the copier beside volume {volume.info.id} has taken too long"
-                self._start(volume, again=True)
+                self.copiers.start(volume, again=True)
 
         slowest = batch.nbytes / _SLOWEST_BYTES_PER_S
         self._later(_LEAST_S + 2 * self._seconds(batch) + slowest, time_is_up)
@@ -657,7 +560,3 @@ class Repairs:
             bandwidth=self.bandwidth,
             trouble=self._trouble,
         )
-
-
-def _unreadable(key: str, tracked: Tracked) -> str:
-    return f"{key!r} cannot be read from disk: {tracked.failure}"

@@ -32,6 +32,7 @@ from torchstore_core.wire.repeating import number_of
 
 if TYPE_CHECKING:
     from torchstore_core.server.controller import Controller
+    from torchstore_core.server.remote.attached_volume import AttachedVolume
     from torchstore_core.server.server import Server
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class Conversation:
         self._via = via
         self._session: SessionRecord | None = None
         self._controller: Controller  # that has the session
-        self._volume = -1
+        self._volume: AttachedVolume | None = None
         self._liveness = False
         self._waiters: dict[int, Waiter] = {}
         # By their ids, each with why.
@@ -87,7 +88,7 @@ class Conversation:
     @property
     def greeted(self) -> bool:
         """Whether the other end has identified itself as a client or a volume."""
-        return self._session is not None or self._volume >= 0
+        return self._session is not None or self._volume is not None
 
     @property
     def is_relayed(self) -> bool:
@@ -186,7 +187,7 @@ class Conversation:
             self._server.controller.waiting.forget(waiter)
         self._waiters.clear()
         self._delayed.clear()
-        if self._volume >= 0:
+        if self._volume is not None:
             self._server.volume_ended(self._volume, why)
         if self._session is not None:
             if self._liveness:
@@ -270,24 +271,29 @@ class Conversation:
         if isinstance(request, m.ClientDied | m.RelayLost):
             self._of_line(request)
             return
-        if self._volume >= 0:
-            match request:
-                case m.Warm():
-                    self._server.volume_warmed(self._volume, request)
-                case m.Grown():
-                    self._server.volume_grown(self._volume, request)
-                case m.SpillDone():
-                    self._server.volume_spilled(self._volume, request)
-                case m.ProcessDied():
-                    self._server.process_ended(request)
-                case m.PeerReply():
-                    self._server.volume_replied(self._volume, request)
-                case m.CopierEnded():
-                    self._server.controller.repairs.copier_ended(self._volume)
-                case _:
-                    raise ProtocolError(f"a volume does not send {type(request).__name__}")
-            return
-        raise ProtocolError("the first message must be a Hello")
+        if self._volume is None:
+            raise ProtocolError("the first message must be a Hello")
+        self._of_volume(request, self._volume)
+
+    def _of_volume(self, request: m.Request, volume: AttachedVolume) -> None:
+        """Handle what a volume in another process reports."""
+        match request:
+            case m.Warm():
+                self._server.volume_warmed(volume, request)
+            case m.Grown():
+                volume.memory.grown(request)
+                self._server.controller.grown(volume.index, request.usable)
+            case m.SpillDone():
+                if volume.spilled is not None:
+                    volume.spilled.done(request)
+            case m.ProcessDied():
+                self._server.process_ended(request)
+            case m.PeerReply():
+                volume.halves.replied(request)
+            case m.CopierEnded():
+                self._server.controller.repairs.copiers.ended(volume.index)
+            case _:
+                raise ProtocolError(f"a volume does not send {type(request).__name__}")
 
     def _of_line(self, request: m.ClientDied | m.RelayLost) -> None:
         """Handle what is not the client's message, but a message about it."""
@@ -356,9 +362,8 @@ class Conversation:
 
     def _attach(self, attach: m.Attach) -> None:
         pid = self._pid if self._via is None else 0
-        life = self._server.volume_attached(attach, self.send, pid)
-        self._volume = attach.info.index
-        self.send(m.Attached(attach.id, life))
+        self._volume = self._server.volume_attached(attach, self.send, pid)
+        self.send(m.Attached(attach.id, self._server.life))
 
     def _hello(self, hello: m.Hello, controller: Controller) -> None:
         returning = self._server.returning

@@ -236,7 +236,7 @@ class Streams:
             while len(in_flight) < depth and (transfer.write or waiting < _DEPTH_BYTES):
                 if ahead >= _AHEAD_BYTES and len(in_flight) >= _DEPTH_AT_END:
                     break
-                if turn >= _QUANTUM and self._others_wait(transfer):
+                if turn >= _QUANTUM and self._others_wait():
                     break
                 unit = transfer.take(connection)
                 if unit is None:
@@ -270,7 +270,7 @@ class Streams:
                 self._settle(connection, in_flight[0], write=True)
                 transfer.moved(in_flight.popleft())
 
-    def _others_wait(self, transfer: Transfer) -> bool:
+    def _others_wait(self) -> bool:
         with self._lock:
             return any(one.wanting and not one.streams for one in self._transfers)
 

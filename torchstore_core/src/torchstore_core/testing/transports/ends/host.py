@@ -14,6 +14,7 @@ import os
 import socket
 import sys
 import threading
+from typing import Any
 
 import msgspec
 
@@ -27,7 +28,7 @@ from torchstore_core.server.memory.volume import Volume
 from torchstore_core.server.serving.listening import Listener
 from torchstore_core.testing.transports.ends.hanging import Alarm, hanging_call
 from torchstore_core.testing.transports.ends.memory import give_back
-from torchstore_core.wire.framing import HEADER, FrameReader
+from torchstore_core.wire.framing import HEADER, FrameReader, portable
 
 __all__ = [
     "CONTROL",
@@ -122,13 +123,14 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """The result of a call, or the code and message of its error."""
+    """The result of a call, or the code, message and details of its error."""
 
     id: int
     data: bytes = b""
     number: int = 0
     code: str = ""
     message: str = ""
+    details: dict[str, Any] = {}
 
 
 def frame(message: Ask | Answer) -> bytes:
@@ -231,7 +233,8 @@ class Hosting:
         try:
             answer = await self._call(ask)
         except TorchStoreError as error:
-            answer = Answer(ask.id, code=error.code, message=error.message)
+            message, details = portable(error)
+            answer = Answer(ask.id, code=error.code, message=message, details=details)
         except Exception as error:  # noqa: BLE001 - the test that asked reports it
             answer = Answer(ask.id, code=TransportError.code, message=f"the host failed: {error!r}")
         async with sending:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import secrets
 import socket
 
 import msgspec
 
 from torchstore_core.contracts.transport import Link, LinkContext, TransportSpec
-from torchstore_core.errors import TransportError, TransportUnavailableError, from_wire
+from torchstore_core.errors import TransportError, TransportUnavailableError
 from torchstore_core.machine import topology
 from torchstore_core.plugins.registry import load_class
 from torchstore_core.testing.transports.ends.host import (
@@ -22,6 +21,7 @@ from torchstore_core.testing.transports.ends.host import (
     Plugin,
     frame,
 )
+from torchstore_core.wire.calls import Calls
 from torchstore_core.wire.framing import FrameReader
 
 __all__ = ["Reach", "Session"]
@@ -47,29 +47,21 @@ class _HostConnection:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._ids = itertools.count(1)
-        self._pending: dict[int, asyncio.Future[Answer]] = {}
+        self._calls: Calls[Answer] = Calls()
+        # Apart from the calls, which may be cancelled: half a frame would break all others, too.
+        self._sends: set[asyncio.Task[None]] = set()
         self._sending = asyncio.Lock()
         self._ended = False
         self._reading = asyncio.get_running_loop().create_task(self._read())
 
     async def ask(self, method: str, peer: bytes, data: bytes, volume: int) -> Answer:
-        if self._ended:
-            raise _gone()
-        loop = asyncio.get_running_loop()
-        ask = Ask(next(self._ids), method, peer, data, volume)
-        pending = self._pending[ask.id] = loop.create_future()
-        try:
-            # Shielded, because half a frame would break all other calls, too.
-            await asyncio.shield(loop.create_task(self._send(frame(ask))))
-            answer: Answer = await pending
-        except OSError as error:
-            raise _gone() from error
-        finally:
-            del self._pending[ask.id]
-        if answer.code:
-            raise from_wire(answer.code, answer.message, None, {})
-        return answer
+        def send(number: int) -> None:
+            ask = Ask(number, method, peer, data, volume)
+            task = asyncio.get_running_loop().create_task(self._send(frame(ask)))
+            self._sends.add(task)
+            task.add_done_callback(self._sends.discard)
+
+        return await self._calls.make(send)
 
     async def close(self) -> None:
         self._reading.cancel()
@@ -87,18 +79,13 @@ class _HostConnection:
         try:
             while data := await loop.sock_recv(self._sock, 1 << 18):
                 for body in reader.feed(data):
-                    answer = msgspec.msgpack.decode(body, type=Answer)
-                    pending = self._pending.get(answer.id)
-                    if pending is not None and not pending.done():
-                        pending.set_result(answer)
+                    self._calls.answered(msgspec.msgpack.decode(body, type=Answer))
         except OSError:
             return
         finally:
             self._ended = True
             self._sock.close()
-            for pending in self._pending.values():
-                if not pending.done():
-                    pending.set_exception(_gone())
+            self._calls.fail(_gone)
 
 
 def _gone() -> TransportUnavailableError:
