@@ -109,14 +109,12 @@ def test_a_rank_hears_of_a_commit_that_was_replaced_since(tmp_path: Path) -> Non
 def test_a_rank_that_sees_the_commit_before_it_is_told_leaves_no_report(
     tmp_path: Path, storage: Storage, take: str
 ) -> None:
-    open_storage(tmp_path / "s").prepare(durable=False)
     slow = Waits(tmp_path / "s", take)
 
     def look() -> None:
         slow.go.set()  # the manifest is there, and rank 0 has told nobody yet
         slow.join(1)
 
-    storage = open_storage(tmp_path / "s")
     commit_together(storage, take, part(0), 2, OPTIONS, 20.0, None, AtCommit(look))
     slow.end()
     assert not [path.name for path in (tmp_path / "s").iterdir() if path.name.startswith(".")]
