@@ -22,9 +22,9 @@
 #define LANES 2
 #define STRIPE 64
 #define STRIPES 16
-/* Blocks of stripes of a turn, and how far ahead of them is prefetched, where nothing is copied. A copy
- * takes turns after each, and leaves prefetching to the hardware: its own stores are in the way of
- * further requests. */
+/* Blocks of stripes of a turn where nothing is copied (a copy takes turns after each), and how far ahead
+ * of them is prefetched. Where that would be for the first cache alone, a copy leaves it to the hardware:
+ * its own stores are in the way of further requests. */
 #define TURN 4
 #define AHEAD 2048
 #define DIGEST 16
@@ -93,12 +93,12 @@ INLINED void scramble(__m256i *sums) {
     }
 }
 
-/* Adds ``stripes`` stripes, and copies them if ``to`` is not NULL; ``stream``: past the cache. What is
- * not copied is prefetched; ``alone``: see prefetching.h. */
+/* Adds ``stripes`` stripes, and copies them if ``to`` is not NULL; ``stream``: past the cache;
+ * ``alone``: see prefetching.h. */
 INLINED void add_stripes(__m256i *sums, char *to, const char *from, size_t stripes, int stream,
                          int alone) {
     for (size_t one = 0; one < stripes; one++, from += STRIPE) {
-        if (to == NULL) prefetch_once(from + AHEAD, alone);
+        if (to == NULL || !alone) prefetch_once(from + AHEAD, alone);
         __m256i words[2] = {load(from), load(from + 32)};
         for (int half = 0; half < 2 && to != NULL; half++) {
             __m256i *there = (__m256i *)(to + one * STRIPE) + half;
@@ -109,11 +109,15 @@ INLINED void add_stripes(__m256i *sums, char *to, const char *from, size_t strip
     }
 }
 
+INLINED void add_and_copy(__m256i *sums, char *to, const char *from, size_t stripes, int alone) {
+    if (to == NULL) add_stripes(sums, NULL, from, stripes, 0, alone);
+    else if ((uintptr_t)to % 32 == 0) add_stripes(sums, to, from, stripes, 1, alone);
+    else add_stripes(sums, to, from, stripes, 0, alone);
+}
+
 INLINED void add_some(__m256i *sums, char *to, const char *from, size_t stripes) {
-    if (to == NULL && prefetches_alone()) add_stripes(sums, NULL, from, stripes, 0, 1);
-    else if (to == NULL) add_stripes(sums, NULL, from, stripes, 0, 0);
-    else if ((uintptr_t)to % 32 == 0) add_stripes(sums, to, from, stripes, 1, 0);
-    else add_stripes(sums, to, from, stripes, 0, 0);
+    if (prefetches_alone()) add_and_copy(sums, to, from, stripes, 1);
+    else add_and_copy(sums, to, from, stripes, 0);
 }
 
 static uint64_t word(const unsigned char *from) {
