@@ -318,6 +318,39 @@ async def test_refused_pickles_are_not_loaded_at_all(shared):
     assert Bomb.fired == before + 1
 
 
+class Unbuildable:
+    """An object whose class is not what it was when it was put, say."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.state = bytes(nbytes)
+
+    def __setstate__(self, state: object) -> None:
+        raise ValueError("of another release")
+
+
+@pytest.mark.parametrize("count", [3, 100_000], ids=["small tensor", "large tensor"])
+@pytest.mark.parametrize("nbytes", [10, 1_000_000], ids=["small object", "large object"])
+async def test_an_object_that_cannot_be_rebuilt_leaves_the_destinations_as_they_were(
+    shared, nbytes, count
+):
+    values = {"w": torch.ones(count), "o": Unbuildable(nbytes)}
+    await ts.put_batch(values)
+    await ts.put_state_dict(values, "s")
+    for error, how in (
+        (ts.UnsupportedValueError, {}),
+        (ts.UnsafeObjectError, {"allow_pickle": False}),
+    ):
+        into = torch.zeros(count)
+        with pytest.raises(error, match="'o'"):
+            await ts.get_batch({"w": into, "o": None}, **how)
+        mine = {"w": into, "o": "mine"}
+        with pytest.raises(error, match="'o'"):
+            await ts.get_state_dict("s", mine, **how)
+        assert not into.any()
+        assert mine["o"] == "mine"
+    assert (await ts.status()).volumes[0].leased_bytes == 0
+
+
 async def test_a_batch_with_one_unsafe_value_stores_nothing(shared):
     await ts.put("a", 1)
     with pytest.raises(ts.UnsafeObjectError) as caught:

@@ -281,6 +281,13 @@ async def _timelines(
     return [ask.timeline if ask.incarnation else -1 for ask in asks]
 
 
+def _is_filling(targets: Sequence[Target], plain: Sequence[Plain]) -> bool:
+    """Whether any of these is written to a tensor of the user's."""
+    if any(target.tensor is not None for target in targets):
+        return True
+    return any(one.tensor is not None for one in plain)
+
+
 class Reading(Leasing):
     """The lease of a get of tensors and objects."""
 
@@ -291,23 +298,39 @@ class Reading(Leasing):
     ) -> dict[int, Any]:
         """Move the bytes; returns the values by the position of their target. Mapped values keep
         their part of the lease until their tensors are garbage-collected.
+
+        Objects come before what is written to the user's tensors: one that cannot be rebuilt here
+        ends the get before any of these has changed.
         """
         measured = self._clock.measured
         results = Results(allow_pickle=allow_pickle)
-        if self._leased:
-            batches = get_batches(targets, results, plain)
-            results.waited = True
-            for mapped in await self.move(batches):
-                results.values.update({t.at: tensor for t, tensor in mapped.values})
-                self.keep(mapped.owner, [t.pieces[0].position for t, _ in mapped.values])
+        rest = targets
+        objects = [target for target in targets if target.codec is not None]
+        if objects and _is_filling(targets, plain):
+            rest = [target for target in targets if target.codec is None]
+            await self._read(objects, (), results)
+            results.finish(objects)
+        await self._read(rest, plain, results)
         if measured is not None:
             pieces = [piece for target in targets for piece in target.pieces]
             measured.moved(sum([p.nbytes for p in pieces if p.grant is None]), "inline")
         if plain:
             results.filled(plain)
-        values = results.finish(targets)
+        values = results.finish(rest)
         self._clock.phase("copy")
         return values
+
+    async def _read(
+        self, targets: Sequence[Target], plain: Sequence[Plain], results: Results
+    ) -> None:
+        """Move the bytes of these that are not in the reply."""
+        if not self._leased:
+            return
+        batches = get_batches(targets, results, plain)
+        results.waited = True
+        for mapped in await self.move(batches):
+            results.values.update({t.at: tensor for t, tensor in mapped.values})
+            self.keep(mapped.owner, [t.pieces[0].position for t, _ in mapped.values])
 
     async def read_columns(
         self, columns: m.EntryColumns, tensors: list[torch.Tensor] | None
