@@ -328,25 +328,26 @@ class Unbuildable:
         raise ValueError("of another release")
 
 
-@pytest.mark.parametrize("count", [3, 100_000], ids=["small tensor", "large tensor"])
+@pytest.mark.parametrize("tensors", [1, 50])
+@pytest.mark.parametrize("count", [3, 100_000], ids=["small tensors", "large tensors"])
 @pytest.mark.parametrize("nbytes", [10, 1_000_000], ids=["small object", "large object"])
 async def test_an_object_that_cannot_be_rebuilt_leaves_the_destinations_as_they_were(
-    shared, nbytes, count
+    shared, nbytes, count, tensors
 ):
-    values = {"w": torch.ones(count), "o": Unbuildable(nbytes)}
+    values = {f"w{i}": torch.ones(count) for i in range(tensors)} | {"o": Unbuildable(nbytes)}
     await ts.put_batch(values)
     await ts.put_state_dict(values, "s")
     for error, how in (
         (ts.UnsupportedValueError, {}),
         (ts.UnsafeObjectError, {"allow_pickle": False}),
     ):
-        into = torch.zeros(count)
+        into = {f"w{i}": torch.zeros(count) for i in range(tensors)}
         with pytest.raises(error, match="'o'"):
-            await ts.get_batch({"w": into, "o": None}, **how)
-        mine = {"w": into, "o": "mine"}
+            await ts.get_batch({**into, "o": None}, **how)
+        mine = {**into, "o": "mine"}
         with pytest.raises(error, match="'o'"):
             await ts.get_state_dict("s", mine, **how)
-        assert not into.any()
+        assert not any(tensor.any() for tensor in into.values())
         assert mine["o"] == "mine"
     assert (await ts.status()).volumes[0].leased_bytes == 0
 
