@@ -172,7 +172,9 @@ async def test_room_that_was_freed_on_a_full_disk_is_used_at_once(runtime, tmp_p
         runtime, capacity=16 * MB, spill=tmp_path, spill_capacity=20 * MB, when_full="spillable"
     ):
         assert "its capacity of 20.0 MiB is used up" in str((await fill())[1])
+        assert "is used up" in str((await ts.status()).spill)
         assert await ts.delete_batch(["k0", "k1", "k2", "k3"]) == 4
+        assert "cannot write" not in str((await ts.status()).spill)
         await ts.put("new", value(50))
         assert torch.equal(await ts.get("new"), value(50))
 

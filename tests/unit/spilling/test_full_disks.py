@@ -126,6 +126,7 @@ def test_a_disk_that_is_full_again_and_again_is_logged_once(
             mover.write(_MB)
             assert "is used up" in mover.trouble
             mover.forget(clean)
+            assert not mover.trouble
         mover.write(_MB)
         ended.get(timeout=30)()
         assert not mover.trouble

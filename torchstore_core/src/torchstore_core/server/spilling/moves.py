@@ -663,7 +663,7 @@ class Mover:
                 if site.file.frees:
                     self._free(site, freed)
                 if site.is_full:  # there is room again
-                    site.is_full, site.paused_until = False, 0.0
+                    site.is_full, site.paused_until, site.trouble = False, 0.0, ""
             tracked.extent = None
 
     def _free(self, site: Site, freed: Sequence[tuple[int, int]]) -> None:
