@@ -320,6 +320,7 @@ async def test_a_commit_that_fails_raises_when_awaited_and_is_logged(caplog, los
     assert pending.done()
     (record,) = [r for r in caplog.records if "blocking=False failed" in r.getMessage()]
     assert record.levelname == "WARNING"
+    assert "the server had not said yet whether 'k' has committed" in record.getMessage()
 
 
 async def test_a_commit_for_which_no_time_is_left_leaves_nothing_behind(shared):

@@ -129,14 +129,19 @@ class PendingPut:
         return over
 
     def _cancelled(self) -> StoreClosedError:
+        return self._unheard("the event loop of the put ended")
+
+    def _unheard(self, why: str) -> StoreClosedError:
         return StoreClosedError(
-            f"the event loop on which {self.key!r} was put ended before the server had said "
-            "whether it has committed",
-            key=self.key,
+            f"{why}; the server had not said yet whether {self.key!r} has committed", key=self.key
         )
 
     async def _commit(self, putting: Putting) -> ObjectRef:
-        (ref,) = putting.refs([self.key], await putting.end_commit())
+        try:
+            refs = await putting.end_commit()
+        except StoreClosedError as error:
+            raise self._unheard(str(error)) from error
+        (ref,) = putting.refs([self.key], refs)
         putting.clock.put((self.key,), ref.version)
         return ref
 
@@ -150,7 +155,7 @@ class PendingPut:
         else:
             self._error = error
             clock.end(error)
-            log.warning("a put_state_dict with blocking=False failed: %s", error)
+            log.warning("a put_state_dict of %r with blocking=False failed: %s", self.key, error)
         # Last, for other threads. The task refers to its event loop, which may never be closed.
         self._task = self._clock = None
 
