@@ -183,6 +183,17 @@ async def test_keep_keeps_the_last_versions_and_frees_the_others(shared, k):
     assert "it is at 7 now, and 5, 6 are kept" in str(caught.value)
 
 
+async def test_an_error_names_few_of_very_many_versions(shared, k):
+    for _ in range(300):
+        await ts.put_state_dict({"step": 1}, k, keep=200)
+    with pytest.raises(ts.VersionGoneError) as caught:
+        await ts.get_state_dict(k, version=1)
+    assert caught.value.details["versions"] == [*range(101, 301)]
+    message = str(caught.value)
+    assert "it is at 300 now, and 199 older ones are kept, the oldest of which is 101" in message
+    assert len(message) < 300
+
+
 async def test_fewer_are_kept_as_soon_as_somebody_says_so(shared, k):
     for number in range(1, 5):
         await ts.put_state_dict(_of(number), k, keep=4)

@@ -10,6 +10,9 @@ from torchstore_core.errors import (
 )
 from torchstore_core.reports.stat import Pending
 
+#: A message names at most so many versions.
+_MOST_NAMED = 10
+
 
 def missing_error(keys: list[str]) -> KeyNotFoundError:
     """The error for keys that do not exist."""
@@ -66,7 +69,11 @@ def gone_error(key: str, version: int, versions: list[int]) -> VersionGoneError:
     now = "no such key" if not versions else f"it is at {versions[-1]} now"
     details: dict[str, object] = {"current": versions[-1] if versions else 0}
     if len(versions) > 1:
-        now += f", and {', '.join(map(str, versions[:-1]))} are kept"
+        older = versions[:-1]
+        if len(older) <= _MOST_NAMED:
+            now += f", and {', '.join(map(str, older))} are kept"
+        else:
+            now += f", and {len(older):,} older ones are kept, the oldest of which is {older[0]}"
         details["versions"] = versions
     text = f"version {version} of {key!r} is gone: {now}"
     return VersionGoneError(text, key=key, details=details)
