@@ -405,6 +405,29 @@ def test_greenlets_of_one_thread_are_told_to_take_others(bare: blocking.Client) 
     thread.join()
 
 
+@pytest.mark.local_only
+def test_a_child_that_is_forked_in_a_running_loop_is_told_what_works(bare: blocking.Client) -> None:
+    """asyncio does not regard the loop of the parent as running there."""
+
+    async def in_parent() -> int:
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            signal.alarm(30)
+            try:
+                with pytest.raises(ts.ConfigurationError, match=r"forked .* call `asyncio\.run`"):
+                    await ts.put("k", 1)
+                asyncio.run(ts.put("k", 1))
+                blocking.put("l", 2)
+                status = 0
+            finally:
+                os._exit(status)
+        return (await asyncio.to_thread(os.waitpid, pid, 0))[1]
+
+    assert os.waitstatus_to_exitcode(asyncio.run(in_parent())) == 0
+    assert bare.get_batch(["k", "l"]) == {"k": 1, "l": 2}
+
+
 def test_a_call_that_asyncio_does_not_run_says_so(bare: blocking.Client) -> None:
     """Under trio, say: it was a RuntimeError about an event loop, and in ``stores`` trio's own."""
     calls = [

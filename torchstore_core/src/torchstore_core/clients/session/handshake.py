@@ -108,8 +108,10 @@ def running_loop() -> asyncio.AbstractEventLoop:
     except RuntimeError:
         raise ConfigurationError(
             "this call needs an asyncio event loop, and none is running in this thread: the "
-            "coroutine is run by something else, such as trio. There, call the functions of "
-            "torchstore_core.blocking in a thread (`await trio.to_thread.run_sync(...)`)"
+            "coroutine is run by something else, such as trio, or by a child that was forked "
+            "while its parent's loop was running. With trio, call the functions of "
+            "torchstore_core.blocking in a thread (`await trio.to_thread.run_sync(...)`); in such "
+            "a child, call `asyncio.run` or torchstore_core.blocking"
         ) from None
 
 
