@@ -6,9 +6,11 @@ import errno
 import os
 import pickle
 import resource
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,9 +30,12 @@ from torchstore_snapshot import (
 from torchstore_snapshot.converting import convert
 from torchstore_snapshot.dcp import SnapshotStorageWriter
 from torchstore_snapshot.errors import SnapshotCorruptError
+from torchstore_snapshot.format.manifest import StoredKey
+from torchstore_snapshot.format.paths import MANIFEST
 from torchstore_snapshot.series.claims import Claim
 from torchstore_snapshot.storage.local import make_folders
 from torchstore_snapshot.storage.opening import open_storage
+from torchstore_snapshot.taking.take import TakeOptions, take_values
 
 # More than a disk has.
 _LARGE = torch.ones(1 << 20)
@@ -113,6 +118,81 @@ def test_a_take_whose_base_is_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="is not beside"):
         Snapshot.async_take(tmp_path / "a" / "s", {"m": StateDict(n=1)}, base=tmp_path / "b" / "s")
     assert left(tmp_path) == []
+
+
+class _AtAFile:
+    """Raises when a file is opened, once."""
+
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+        self._which: Callable[[str], bool] = lambda _: False
+        sys.addaudithook(self._heard)
+
+    def raise_at(self, which: Callable[[str], bool], error: BaseException) -> None:
+        self._which, self._error = which, error
+
+    def _heard(self, event: str, args: tuple[Any, ...]) -> None:
+        error = self._error
+        if error is not None and event == "open" and self._which(str(args[0])):
+            self._error = None
+            raise error
+
+
+_at_a_file = _AtAFile()
+
+
+@pytest.mark.parametrize("how", ["take", "store", "convert"])
+def test_a_take_that_fails_or_is_interrupted_when_it_is_committed(tmp_path: Path, how: str) -> None:
+    state = {"m": StateDict(w=torch.ones(3000))}
+    Snapshot.take(tmp_path / "run" / "1", state, fsync=False)
+    before = left(tmp_path / "run")
+    Snapshot.take(tmp_path / "other", state, fsync=False)
+    convert(tmp_path / "other", tmp_path / "dcp", to="dcp", fsync=False)
+
+    def act() -> None:
+        if how == "take":
+            Snapshot.take(tmp_path / "run" / "2", state, fsync=False)
+        elif how == "convert":
+            convert(tmp_path / "dcp", tmp_path / "run" / "2", fsync=False)
+        else:
+            take_values(
+                str(tmp_path / "run" / "2"),
+                {"m": dict(state["m"])},
+                {"m": StoredKey("state dict", 1)},
+                TakeOptions(fsync=False),
+                lambda _: [],
+            )
+
+    def is_first(path: str) -> bool:
+        return path == str(tmp_path / "run" / "1" / MANIFEST)
+
+    def is_own(path: str) -> bool:
+        return Path(path).name.startswith(f".{MANIFEST}-") and path.endswith(".tmp")
+
+    # It puts its manifest nowhere: nothing is left.
+    _at_a_file.raise_at(is_first, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        act()
+    assert left(tmp_path / "run") == before
+    # It fails when it puts it into its place: what is left is collected at once.
+    _at_a_file.raise_at(is_own, OSError(errno.EIO, "broken"))
+    with pytest.raises(OSError, match="broken"):
+        act()
+    assert not (tmp_path / "run" / "2" / MANIFEST).exists()
+    gc(tmp_path / "run")
+    assert left(tmp_path / "run") == before
+    # A request to do so may be on its way: what is left is collected when that is over.
+    _at_a_file.raise_at(is_own, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        act()
+    kept = left(tmp_path / "run")
+    assert any(name.startswith("2/") and name.endswith(".safetensors") for name in kept)
+    gc(tmp_path / "run")
+    assert left(tmp_path / "run") == kept
+    gc(tmp_path / "run", grace=0)
+    assert left(tmp_path / "run") == before
+    act()
+    assert not Snapshot(tmp_path / "run" / "2").verify()
 
 
 @pytest.mark.parametrize("to", ["snapshot", "safetensors"])

@@ -99,6 +99,8 @@ def publish(
     sequence = next_sequence(storage, claim.after if claim is not None else 0)
     manifest = msgspec.structs.replace(manifest, sequence=sequence)
     with _without_maps(storage, before, options):
+        if claim is not None:
+            claim.may_be_visible = True
         try:
             storage.publish(
                 MANIFEST,
@@ -112,6 +114,10 @@ def publish(
                 f"another take has made a snapshot at {storage.url!r} in the meantime",
                 details={"path": storage.url},
             ) from error
+        except KeyboardInterrupt:
+            if claim is not None:
+                claim.outlive()  # the request may have been sent
+            raise
         except SnapshotUnavailableError as error:
             if claim is not None:
                 claim.outlive()

@@ -28,6 +28,7 @@ from torchstore_snapshot.format import manifest as manifests
 from torchstore_snapshot.format.manifest import FORMAT, Manifest
 from torchstore_snapshot.format.paths import MANIFEST
 from torchstore_snapshot.format.weight_maps import is_damaged, written_by_a_take
+from torchstore_snapshot.series.claims import Claim
 from torchstore_snapshot.storage.base import Storage
 
 __all__ = ["never_visible", "refuse_existing", "refuse_foreign_maps", "replaced"]
@@ -57,12 +58,20 @@ def refuse_existing(storage: Storage, *, overwrite: bool) -> None:
 
 
 def never_visible(
-    storage: Storage, take: str, options: TakeOptions, error: BaseException | None
+    storage: Storage,
+    take: str,
+    options: TakeOptions,
+    error: BaseException | None,
+    claim: Claim | None = None,
 ) -> bool:
     """Whether a take that failed to commit will certainly never be visible: it was given up before
-    that, or there is a snapshot of another take, which it may not replace.
+    that, or failed or was interrupted before it put its manifest anywhere, or there is a snapshot
+    of another take, which it may not replace.
+
+    Args:
+        claim: its claim, on the rank that commits.
     """
-    if isinstance(error, TakeLostError):
+    if isinstance(error, TakeLostError) or (claim is not None and not claim.may_be_visible):
         return True
     if options.overwrite:
         return False
@@ -113,7 +122,10 @@ def refuse_foreign_maps(storage: Storage, names: Sequence[str]) -> None:
         return
     there = {info.name for info in storage.list()}
     for name in names:
-        data = storage.read(name) if name in there else None
+        data: bytes | None = None
+        if name in there:
+            with contextlib.suppress(FileNotFoundError):  # another take has just removed it
+                data = storage.read(name)
         if data is None:
             _refuse_folder(storage, name)
         if data is None or written_by_a_take(data) or (MANIFEST in there and is_damaged(data)):

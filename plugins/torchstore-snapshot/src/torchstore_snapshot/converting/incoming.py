@@ -180,9 +180,11 @@ def write_parts(
     storage = open_storage(begun.url)
     try:
         publish(storage, manifest, options, begun.claim)
-    except Exception as raised:
-        if never_visible(storage, begun.take, options, raised):
+    except BaseException as raised:
+        if never_visible(storage, begun.take, options, raised, begun.claim):
             begun.discard(written)
+        else:
+            begun.claim.abandon()
         raise
     finally:
         begun.claim.release()

@@ -166,16 +166,27 @@ class Files:
         longer; ``path`` is the tensor concerned.
         """
         name = self._manifest.files[index].name
-        if self._replaced():
-            return SnapshotReplacedError(
-                f"the snapshot {self._storage.url!r} was replaced or removed since its manifest "
-                f"was read: {name!r} {what}; open it again",
-                key=path,
-                details={"path": self._storage.url, "file": name},
-            )
+        replaced = self.replaced(name, what, path)
+        if replaced is not None:
+            return replaced
         return SnapshotCorruptError(
             f"the snapshot {self._storage.url!r} is damaged: {name!r} {what}; restore another "
             "snapshot",
+            key=path,
+            details={"path": self._storage.url, "file": name},
+        )
+
+    def replaced(
+        self, name: str, what: str, path: str | None = None
+    ) -> SnapshotReplacedError | None:
+        """Return the error for a file that is not as it was written because the snapshot is there
+        no longer; None if it is.
+        """
+        if not self._replaced():
+            return None
+        return SnapshotReplacedError(
+            f"the snapshot {self._storage.url!r} was replaced or removed since its manifest "
+            f"was read: {name!r} {what}; open it again",
             key=path,
             details={"path": self._storage.url, "file": name},
         )

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import msgspec
 
-from torchstore_snapshot.errors import SnapshotCorruptError
+from torchstore_snapshot.errors import SnapshotCorruptError, SnapshotReplacedError
 from torchstore_snapshot.format.file_headers import (
     Expected,
     contradiction,
@@ -30,12 +30,17 @@ def check_outsides(
 ) -> dict[str, SnapshotCorruptError]:
     """Return what is damaged, by the name of the file. A map of weights that is missing is not: a
     garbage collection writes it again.
+
+    Raises:
+        SnapshotReplacedError: another snapshot is there by now, or none.
     """
     damaged: dict[str, SnapshotCorruptError] = {}
     expected = expected_in(manifest)
     for index, file in enumerate(manifest.files):
         try:
             what = _header_fault(files, index, file.header, expected.get(index, []))
+        except SnapshotReplacedError:
+            raise  # nothing is damaged
         except SnapshotCorruptError as error:
             damaged[file.name] = error
             continue
@@ -53,12 +58,11 @@ def check_outsides(
         except FileNotFoundError:
             continue
         if not _same_map(there, data):
-            damaged[name] = _error(
-                storage,
-                name,
-                "does not say which file has which tensor of this snapshot; remove it, and gc "
-                "writes it again",
-            )
+            what = "does not say which file has which tensor of this snapshot"
+            replaced = files.replaced(name, what)
+            if replaced is not None:
+                raise replaced
+            damaged[name] = _error(storage, name, f"{what}; remove it, and gc writes it again")
     return damaged
 
 

@@ -247,6 +247,8 @@ class Claim:
 
     def _set(self, storage: Storage, record: Record) -> None:
         self._storage, self._record, self._stays = storage, record, False
+        #: Whether the manifest of the take may be in its place: from just before it is put there.
+        self.may_be_visible = False
         self._stopped, self._lock = threading.Event(), threading.Lock()
 
     @classmethod

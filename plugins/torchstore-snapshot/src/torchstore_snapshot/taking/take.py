@@ -146,8 +146,11 @@ def take(
     # may be what failed). Unless it certainly has not, its files stay, and gc collects them.
     try:
         ranks.exchange(_Done(), _Done, error)
-    except Exception as raised:
-        if prepared is not None and never_visible(storage, prepared.take, options, raised):
+    except BaseException as raised:
+        never = never_visible(storage, agreed.first.take, options, raised, claim)
+        if claim is not None and (ranks.size > 1 or not never):
+            claim.abandon()
+        if prepared is not None and never:
             discard(prepared)
         raise
     finally:
@@ -190,9 +193,11 @@ def take_values(
         part = write(prepared, fetch)
         try:
             commit(storage, name, [part], options, store, claim)
-        except Exception as raised:
-            if never_visible(storage, name, options, raised):
+        except BaseException as raised:
+            if never_visible(storage, name, options, raised, claim):
                 discard(prepared)
+            else:
+                claim.abandon()
             raise
     finally:
         claim.release()
