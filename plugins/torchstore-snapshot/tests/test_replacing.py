@@ -336,6 +336,20 @@ def test_a_snapshot_that_is_gone_when_it_is_read_is_not_called_damaged(
         assert torch.equal(mine["m"]["w"], state(2)["m"]["w"])
 
 
+def test_what_is_beside_the_data_of_another_snapshot_by_now_is_not_called_damaged(
+    tmp_path: Path,
+) -> None:
+    old = Snapshot.take(tmp_path / "s", state(1), fsync=False)
+    assert old.verify() == {}
+    Snapshot.take(tmp_path / "t", state(1), base=tmp_path / "s", fsync=False)  # needs its file
+    Snapshot.take(tmp_path / "s", state(2), overwrite=True, fsync=False)
+    assert {file.name for file in old.manifest.files} <= {*os.listdir(tmp_path / "s")}
+    with pytest.raises(SnapshotReplacedError, match=r"m\.safetensors\.index\.json.*open it again"):
+        old.verify()
+    (tmp_path / "s" / "m.safetensors.index.json").write_text('{"weight_map": {}}')
+    assert [*Snapshot(tmp_path / "s").verify()] == ["m.safetensors.index.json"]
+
+
 def test_a_snapshot_of_which_a_file_is_missing_is_damaged_and_not_replaced(tmp_path: Path) -> None:
     snapshot = Snapshot.take(tmp_path, state(1), fsync=False)
     (tmp_path / snapshot.manifest.files[0].name).unlink()
