@@ -147,8 +147,10 @@ def take(
     try:
         ranks.exchange(_Done(), _Done, error)
     except BaseException as raised:
-        never = never_visible(storage, agreed.first.take, options, raised, claim)
-        if claim is not None and (ranks.size > 1 or not never):
+        take_id = agreed.first.take
+        known = never_visible(storage, take_id, options, raised)  # to the other ranks, too
+        never = known or never_visible(storage, take_id, options, raised, claim)
+        if claim is not None and not known and (ranks.size > 1 or not never):
             claim.abandon()
         if prepared is not None and never:
             discard(prepared)
