@@ -23,6 +23,7 @@ from torchstore_snapshot.aio import Snapshot as AsyncSnapshot
 from torchstore_snapshot.aio import gc
 from torchstore_snapshot.background import process
 from torchstore_snapshot.background.staging import PREFIX
+from torchstore_snapshot.format.paths import MANIFEST
 
 MIB = 1 << 20
 
@@ -224,9 +225,9 @@ def test_an_interrupt_at_any_moment_of_the_beginning_leaves_nothing(tmp_path: Pa
         if interrupt._left > 0:
             break
         interrupted += bool(where)
-        # From when it is about to be committed, the files of a take stay; see take().
-        left = os.listdir(folder) if folder.exists() else ["-"]
-        assert left, where
+        # When it comes too late, the snapshot is there.
+        left = os.listdir(folder) if folder.exists() else [MANIFEST]
+        assert MANIFEST in left, where
         assert not [name for name in left if name.startswith(".")], where
     assert interrupted > 30
     assert Snapshot(tmp_path / str(number)).verify() == {}

@@ -23,7 +23,7 @@ from torchstore_snapshot.format.paths import MANIFEST, claim_file, take_of
 from torchstore_snapshot.format.weight_maps import MAP, weight_maps
 from torchstore_snapshot.series.claims import Claim
 from torchstore_snapshot.series.counting import next_sequence
-from torchstore_snapshot.series.gc import remove_replaced
+from torchstore_snapshot.series.gc import collect, remove_replaced
 from torchstore_snapshot.series.retiring import (
     await_retirement,
     await_turn,
@@ -31,9 +31,9 @@ from torchstore_snapshot.series.retiring import (
     rest_of,
 )
 from torchstore_snapshot.storage.base import Storage
-from torchstore_snapshot.storage.opening import read_manifest
+from torchstore_snapshot.storage.opening import is_remote, read_manifest
 
-__all__ = ["commit", "publish"]
+__all__ = ["commit", "give_up", "publish"]
 
 
 def commit(
@@ -115,7 +115,7 @@ def publish(
                 details={"path": storage.url},
             ) from error
         except KeyboardInterrupt:
-            if claim is not None:
+            if claim is not None and is_remote(storage.url):
                 claim.outlive()  # the request may have been sent
             raise
         except SnapshotUnavailableError as error:
@@ -136,6 +136,16 @@ def publish(
     if before is not None and rest is not None and remove_replaced(storage, before, rest.files):
         with contextlib.suppress(TorchStoreError, OSError):
             storage.delete(claim_file(take))
+
+
+def give_up(storage: Storage, claim: Claim) -> None:
+    """End a take of one rank that failed to commit, though its snapshot may have become visible, or
+    others may have replaced it: what no snapshot needs is collected. Never raises.
+    """
+    claim.abandon()
+    with contextlib.suppress(TorchStoreError, OSError):
+        collect(storage)
+        storage.remove_if_empty(claim.made)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from torchstore_core.values import TensorMeta, TensorSlice
 from torchstore_snapshot.committing.files import OpenFiles, Source
 from torchstore_snapshot.committing.merging import Part, merge
 from torchstore_snapshot.committing.options import TakeOptions
-from torchstore_snapshot.committing.publishing import publish
+from torchstore_snapshot.committing.publishing import give_up, publish
 from torchstore_snapshot.committing.replacing import (
     never_visible,
     refuse_existing,
@@ -184,7 +184,7 @@ def write_parts(
         if never_visible(storage, begun.take, options, raised, begun.claim):
             begun.discard(written)
         else:
-            begun.claim.abandon()
+            give_up(storage, begun.claim)
         raise
     finally:
         begun.claim.release()

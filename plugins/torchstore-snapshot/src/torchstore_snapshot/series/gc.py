@@ -22,7 +22,7 @@ from torchstore_snapshot.storage.base import KeepsUnfinished, Storage
 from torchstore_snapshot.storage.opening import open_storage, path_text
 from torchstore_snapshot.storage.settings import using
 
-__all__ = ["GarbageFile", "GcReport", "gc", "remove_replaced"]
+__all__ = ["GarbageFile", "GcReport", "collect", "gc", "remove_replaced"]
 
 # Younger files of takes without a claim may be those of a take that is running.
 _UNCLAIMED_S = 86_400.0
@@ -131,6 +131,15 @@ def gc(
         raise ConfigurationError(f"grace is a number of seconds from 0, not {grace!r}")
     with using(storage_options):
         return _gc(path_text(path), keep_last, dry_run, grace)
+
+
+def collect(storage: Storage) -> None:
+    """Collect what is garbage in the folder of one snapshot, whether or not there is one.
+
+    Raises:
+        TorchStoreError, OSError: as for :func:`gc`.
+    """
+    _gc(storage.url, None, False, None)
 
 
 def _gc(text: str, keep_last: int | None, dry_run: bool, grace: float | None) -> GcReport:

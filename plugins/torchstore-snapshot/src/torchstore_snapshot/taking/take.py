@@ -11,7 +11,7 @@ import msgspec
 from torchstore_snapshot.api.stateful import AppState
 from torchstore_snapshot.committing.merging import Part
 from torchstore_snapshot.committing.options import TakeOptions
-from torchstore_snapshot.committing.publishing import commit, publish
+from torchstore_snapshot.committing.publishing import commit, give_up, publish
 from torchstore_snapshot.committing.replacing import (
     never_visible,
     refuse_existing,
@@ -143,17 +143,19 @@ def take(
         except BaseException as caught:  # noqa: BLE001 - as above
             error = caught
     # After an error from here on, the snapshot may have become visible all the same (the last flush
-    # may be what failed). Unless it certainly has not, its files stay, and gc collects them.
+    # may be what failed). Unless it certainly has not, its files are left to a garbage collection.
     try:
         ranks.exchange(_Done(), _Done, error)
     except BaseException as raised:
         take_id = agreed.first.take
         known = never_visible(storage, take_id, options, raised)  # to the other ranks, too
         never = known or never_visible(storage, take_id, options, raised, claim)
-        if claim is not None and not known and (ranks.size > 1 or not never):
+        if claim is not None and not known and ranks.size > 1:
             claim.abandon()
         if prepared is not None and never:
             discard(prepared)
+        elif claim is not None and ranks.size == 1:
+            give_up(storage, claim)
         raise
     finally:
         if claim is not None:
@@ -199,7 +201,7 @@ def take_values(
             if never_visible(storage, name, options, raised, claim):
                 discard(prepared)
             else:
-                claim.abandon()
+                give_up(storage, claim)
             raise
     finally:
         claim.release()
