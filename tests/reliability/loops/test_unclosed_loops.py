@@ -315,7 +315,8 @@ def test_a_commit_that_its_loop_has_left_behind_is_an_error(way: str):
         loop.run_until_complete(turn())
         loop.run_until_complete(turn())
     loop.close()
-    with pytest.raises(ts.StoreClosedError, match=f"'{way}' was put ended") as caught:
+    said = f"loop of the put ended; .* whether '{way}' has committed"
+    with pytest.raises(ts.StoreClosedError, match=said) as caught:
         asyncio.run(_awaited(handle))
     assert caught.value.key == way
     assert asyncio.run(ts.wait(way, timeout=20))
