@@ -85,6 +85,11 @@ class ObjectStore:
         if "partNumber" in environ.get("QUERY_STRING", "") or "HTTP_RANGE" in environ:
             self._met.wait(20)
 
+    @property
+    def active(self) -> int:
+        """How many requests are being served."""
+        return self._active
+
     def listed(self) -> list[str]:
         """The names of all objects, at most a thousand."""
         listed = self.call("GET", f"{BUCKET}?list-type=2").decode()

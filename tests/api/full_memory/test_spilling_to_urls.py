@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import io
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -212,6 +215,33 @@ async def test_what_killed_stores_have_left_is_deleted(runtime: str, objects: Ob
         await until(swept)
         await fill(6)
     assert sorted(objects.listed()) == sorted(f"spilled/{one}/1-0-0-1000" for one in others)
+
+
+async def test_what_is_being_stored_when_a_store_ends_is_deleted_too(
+    runtime: str, objects: ObjectStore
+) -> None:
+    """Storage may carry out a request whose sender is gone, also after it was told to delete all."""
+    arrived, ended = threading.Event(), threading.Event()
+
+    def slow(environ: dict[str, Any]) -> None:
+        if environ["REQUEST_METHOD"] == "PUT" and not arrived.is_set():
+            body = environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"]))
+            environ["wsgi.input"] = io.BytesIO(body)
+            arrived.set()
+            ended.wait(2)  # nobody says when storage carries out what it has received
+
+    async with running_store(runtime, **SPILLS):
+        await fill(2)
+        objects.before = slow
+        filling = asyncio.create_task(fill(6))
+        assert await asyncio.to_thread(arrived.wait, 60)
+        filling.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await filling
+    ended.set()
+    await until(lambda: not objects.active)
+    assert arrived.is_set()
+    assert not objects.listed()
 
 
 async def test_where_nothing_can_be_stored(objects: ObjectStore) -> None:

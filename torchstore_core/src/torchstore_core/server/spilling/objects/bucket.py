@@ -16,7 +16,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future
+from concurrent.futures import wait as wait_for
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -99,6 +100,10 @@ class Bucket:
         self._lock = threading.Lock()
         self._turn = threading.Lock()  # of those file systems that may be used by one thread
         self._under_way: set[Future[Any]] = set()
+        # Those of them that store something. Whoever stops does not wait for them, but they are not
+        # cancelled: storage may carry one out after it was told to delete that object.
+        self._puts: set[Future[Any]] = set()
+        self._halt: Future[None] = Future()  # done while they are not waited for
 
     def folder(self, name: str) -> None:
         """Make a folder, if there are any."""
@@ -112,7 +117,11 @@ class Bucket:
 
     def put(self, name: str, data: bytes) -> Future[Any]:
         """Begin to store an object."""
-        return self._begin("pipe_file", self._path(name), data, nbytes=len(data))
+        request = self._begin("pipe_file", self._path(name), data, nbytes=len(data))
+        with self._lock:
+            self._puts.add(request)
+        request.add_done_callback(self._stored)
+        return request
 
     def get(self, name: str, start: int, nbytes: int) -> Future[bytes]:
         """Begin to read a part of an object."""
@@ -129,6 +138,9 @@ class Bucket:
             OSError: the storage cannot be reached, or refuses it; its text says why.
         """
         try:
+            wait_for([request, self._halt], return_when=FIRST_COMPLETED)
+            if not request.done():
+                raise CancelledError
             return request.result()
         except (Exception, CancelledError) as error:
             if self._stopped.is_set():
@@ -192,13 +204,27 @@ class Bucket:
         """Have all requests fail at once, those that are under way and those to come."""
         self._stopped.set()
         with self._lock:
-            under_way = list(self._under_way)
-        for request in under_way:
+            cancelled = self._under_way - self._puts
+            if not self._halt.done():
+                self._halt.set_result(None)
+        for request in cancelled:
             request.cancel()
 
     def go_on(self) -> None:
         """Send requests again."""
+        with self._lock:
+            if self._halt.done():
+                self._halt = Future()
         self._stopped.clear()
+
+    def settle(self) -> None:
+        """Wait for what was being stored when this was stopped; until it is stopped again."""
+        while True:
+            with self._lock:
+                puts = list(self._puts)
+            if not puts or self._halt.done():
+                return
+            wait_for([*puts, self._halt], return_when=FIRST_COMPLETED)
 
     # ---- requests -------------------------------------------------------------------------
 
@@ -232,6 +258,10 @@ class Bucket:
     def _ended(self, request: Future[Any]) -> None:
         with self._lock:
             self._under_way.discard(request)
+
+    def _stored(self, request: Future[Any]) -> None:
+        with self._lock:
+            self._puts.discard(request)
 
     async def _repeated(
         self, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], limit: float

@@ -377,6 +377,7 @@ class SpillObjects:
         timer.daemon = True
         timer.start()
         try:
+            self._bucket.settle()
             if self._layout is not None:  # to list them all may take long
                 known = [*map(str, self._layout.names), *self._unused]
                 self._bucket.delete(self.folder, known)
@@ -419,7 +420,8 @@ class _Requests:
         finally:
             while self._under_way:
                 name, request = self._under_way.popleft()
-                request.cancel()
+                if not self._objects._is_stopped:  # then what ends the store waits for it
+                    request.cancel()
                 self._objects._forget([name])  # it may be stored all the same
 
     def put(self, extent: Extent, at: int, content: bytes) -> None:
