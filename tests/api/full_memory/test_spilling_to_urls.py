@@ -220,7 +220,7 @@ async def test_what_killed_stores_have_left_is_deleted(runtime: str, objects: Ob
 async def test_what_is_being_stored_when_a_store_ends_is_deleted_too(
     runtime: str, objects: ObjectStore
 ) -> None:
-    """Storage may carry out a request whose sender is gone, also after it was told to delete all."""
+    """Storage may carry out a request whose sender is gone, and after it was told to delete all."""
     arrived, ended = threading.Event(), threading.Event()
 
     def slow(environ: dict[str, Any]) -> None:
