@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -147,7 +148,7 @@ async def test_a_number_of_before_is_not_waited_for(served: Served, joined: Any)
         told: list[ts.TorchStoreError] = []
         while len(told) < 2 or isinstance(told[-1], ts.StoreClosedError):
             try:
-                await ts.wait("policy", min_version=17, timeout=None)
+                await ts.wait("policy", min_version=17, timeout=math.inf)
             except ts.StoreClosedError as error:
                 told[0:] = [error]
                 await asyncio.sleep(0.01)
