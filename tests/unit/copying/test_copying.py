@@ -200,7 +200,8 @@ def test_the_native_copy_lets_other_threads_run() -> None:
 
 # ---- running --------------------------------------------------------------------------------
 
-LARGE = copying.DIRECT_MAX + 1
+SHARED = copying.DIRECT_MAX + 1
+LARGE = copying.SHARED_MAX + 1
 
 
 class Gate:
@@ -234,14 +235,43 @@ async def test_small_batches_are_copied_by_the_caller() -> None:
     assert threading.get_ident() not in threads[3:]
 
 
-@pytest.mark.parametrize("nbytes", [0, LARGE])
+async def test_the_caller_copies_beside_the_threads() -> None:
+    """It would take as long to be woken by them."""
+    both = threading.Barrier(2)
+    threads: set[int] = set()
+
+    def task() -> None:
+        both.wait(60)
+        threads.add(threading.get_ident())
+
+    await copying.run([task, task], SHARED)
+    assert len(threads) == 2
+    assert threading.get_ident() in threads
+
+
+async def test_the_caller_waits_for_the_threads_beside_it() -> None:
+    """Whether its own task is the last one, or one of theirs."""
+    for _ in range(50):
+        gate = Gate()
+        threading.Timer(0.002, gate.open.set).start()
+        caller = threading.get_ident()
+
+        def task(gate: Gate = gate, caller: int = caller) -> None:
+            if threading.get_ident() != caller:
+                gate.task()
+
+        await copying.run([task] * 4, SHARED)
+        assert gate.running == 0
+
+
+@pytest.mark.parametrize("nbytes", [0, SHARED, LARGE])
 async def test_no_task_at_all_is_done_at_once(nbytes: int) -> None:
     """A batch of which another engine moves every byte, say."""
     async with asyncio.timeout(60):
         await copying.run([], nbytes)
 
 
-@pytest.mark.parametrize("nbytes", [1, LARGE])
+@pytest.mark.parametrize("nbytes", [1, SHARED, LARGE])
 async def test_the_error_of_a_task_is_the_callers(nbytes: int) -> None:
     ran: list[int] = []
 
@@ -260,6 +290,22 @@ async def test_the_error_of_a_task_is_the_callers(nbytes: int) -> None:
     assert count < 1000  # the rest is not begun
     await copying.run([lambda: ran.append(2)], LARGE)  # the threads live on
     assert ran[count:] == [2]
+
+
+async def test_an_error_waits_for_the_task_beside_the_caller() -> None:
+    """Whichever of the two threads fails."""
+    for _ in range(20):
+        gate = Gate()
+
+        def fail(gate: Gate = gate) -> None:
+            while not gate.begun:
+                pass
+            threading.Timer(0.002, gate.open.set).start()
+            raise OSError("bus")
+
+        with pytest.raises(OSError, match="bus"):
+            await copying.run([gate.task, fail], SHARED)
+        assert gate.begun == gate.ended == 1
 
 
 async def test_an_error_waits_for_the_tasks_that_run() -> None:

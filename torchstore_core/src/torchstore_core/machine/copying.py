@@ -54,6 +54,9 @@ _hash_runs: Callable[[list[Run]], bytes | None] | None = _native_hash_runs
 CHUNK = 4 << 20
 #: Up to this many bytes are copied by the calling thread: waking another one costs about as much.
 DIRECT_MAX = 512 << 10
+#: Up to this many bytes, the calling thread copies beside the copy threads: by the time that these
+#: have woken it again, it could have copied much of them. Meanwhile its event loop stands still.
+SHARED_MAX = 8 << 20
 #: From this many bytes, copying begins while the rest is still being planned. Below it, the copy
 #: threads and the planner would only take the interpreter lock from each other.
 OVERLAP_MIN = 32 << 20
@@ -235,6 +238,8 @@ def chunk_size(total: int) -> int:
     0.84 of the floor, 16 MB chunks 0.95), but there are several per thread, so that all threads
     finish at about the same time.
     """
+    if total <= 4 << 20:
+        return 1 << 20
     return min(max(total // (4 * copy_threads()), 1 << 20), 16 << 20)
 
 
@@ -300,6 +305,30 @@ class CopyJob:
             self._changed.notify()
         return True
 
+    def help(self) -> None:
+        """Run tasks in the calling thread until none is left; raises what a task raises."""
+        while True:
+            with self._changed:
+                if self._next >= len(self._tasks):
+                    return
+                task = self._tasks[self._next]
+                self._next += 1
+            task()
+
+    def has_ended(self) -> bool:
+        """Whether all tasks have ended, after :meth:`help`. Then ``future`` is not needed.
+
+        Raises:
+            Exception: what a task in a copy thread has raised.
+        """
+        with self._changed:
+            if self._running:
+                return False
+        self.future.cancel()
+        if self._error is not None:
+            raise self._error
+        return True
+
     def close(self) -> None:
         """Declare that no more tasks will be added."""
         with self._changed:
@@ -355,7 +384,10 @@ class CopyJob:
                 self.future.set_result(None)
 
     def stop(self) -> None:
-        """Start no further task, and block until the running ones (a few MB each) have ended."""
+        """Start no further task, and block until the running ones (a few MB each) have ended.
+        Nobody waits for ``future`` any more.
+        """
+        self.future.cancel()
         with self._changed:
             self._shut()
             if self._running == 0:
@@ -412,8 +444,9 @@ if hasattr(os, "register_at_fork"):
 
 
 async def run(tasks: Iterable[Task], nbytes: int) -> None:
-    """Run copy tasks: small batches in the calling thread, others on the copy threads (if there
-    are any), which start on large batches while ``tasks`` is still being planned.
+    """Run copy tasks: small batches in the calling thread, larger ones there and on the copy
+    threads (if there are any), and large ones on these alone, which start while ``tasks`` is still
+    being planned.
 
     When it raises, ``CancelledError`` included, no task is running any more.
     """
@@ -424,9 +457,14 @@ async def run(tasks: Iterable[Task], nbytes: int) -> None:
     overlap = nbytes >= OVERLAP_MIN
     first = () if overlap else list(tasks)
     job = CopyJob(first, asyncio.get_running_loop(), open_end=overlap)
+    helps = nbytes <= SHARED_MAX
     try:
-        pool.submit(job, pool.threads if overlap else len(first))
-        if overlap:
+        pool.submit(job, pool.threads if overlap else len(first) - helps)
+        if helps:
+            job.help()
+            if job.has_ended():
+                return
+        elif overlap:
             for task in tasks:
                 if not job.add(task):
                     break

@@ -36,9 +36,11 @@ _HAND_OVER_S = 10.0
 # What connecting to the socket of a server that has died gives.
 _NOBODY_LISTENS = (errno.ECONNREFUSED, errno.ECONNRESET, errno.ENOENT)
 _POLL_S = 0.01
-# Page tables are filled, and recorded as filled, in granules of this many bytes.
-_GRANULE = 1 << 20
-_PAGE = os.sysconf("SC_PAGE_SIZE")
+# Page tables are filled, and recorded as filled, in granules of this many bytes. Pages of a granule
+# that a range has a part of are left to page faults.
+_GRANULE = 1 << 16
+# Of shorter ranges, all pages are.
+_PREPARE_MIN = 1 << 20
 
 
 class _Segment:
@@ -121,28 +123,20 @@ class ShmLink(Link):
         writable); pages that do not exist yet are populated for writes.
         """
         state = self._state(segment)
-        first, last = offset // _GRANULE, (offset + nbytes - 1) // _GRANULE
         filled = state.filled
-        if nbytes < _GRANULE or not state.address:
+        if nbytes < _PREPARE_MIN or not state.address:
             return
-        at = first
-        while at <= last:
-            if filled[at]:
-                at += 1
-                continue
-            end = at
-            while end <= last and not filled[end]:
-                end += 1
-            # Never beyond the range: that would allocate memory that is not needed.
-            start_byte = max(at * _GRANULE, offset) & -_PAGE
-            end_byte = min(end * _GRANULE, offset + nbytes)
-            populate = populate_write if fresh else populate_read
-            if populate(state.address + start_byte, end_byte - start_byte) != 0:
+        populate = populate_write if fresh else populate_read
+        last = (offset + nbytes) // _GRANULE
+        at = filled.find(0, -(-offset // _GRANULE), last)
+        while at >= 0:
+            end = filled.find(1, at, last)
+            if end < 0:
+                end = last
+            if populate(state.address + at * _GRANULE, (end - at) * _GRANULE) != 0:
                 return  # an older kernel: page faults will fill them
-            for granule in range(at, end):
-                if granule * _GRANULE >= offset and (granule + 1) * _GRANULE <= offset + nbytes:
-                    filled[granule] = 1
-            at = end
+            filled[at:end] = b"\1" * (end - at)
+            at = filled.find(0, end, last)
 
     def map(self, segment: int, offset: int, nbytes: int) -> Mapping:
         """Map a sealed range privately."""

@@ -15,7 +15,7 @@ import msgspec
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.moving import staging
 from torchstore_core.clients.moving.batches import Batch, Mapped, ReadsInPlace
-from torchstore_core.clients.moving.windows import by_window as _by_window
+from torchstore_core.clients.moving.windows import at_once, by_window
 from torchstore_core.clients.session.abilities import has_map, has_window
 from torchstore_core.clients.session.channel import Channel
 from torchstore_core.clients.session.session import Session
@@ -28,6 +28,7 @@ from torchstore_core.errors import (
     TransportError,
     TransportNotReadyError,
 )
+from torchstore_core.machine import copying
 from torchstore_core.machine.tasks import together
 from torchstore_core.plugins.ranking import Candidate
 
@@ -123,13 +124,43 @@ async def execute_within(
     clock: Clock, session: Session, channel: Channel, batches: Sequence[Batch]
 ) -> list[Moved]:
     """As :func:`execute`, within the time of an operation; what was moved is measured for it."""
-    done = await clock.within(execute(session, batches, clock.deadline), channel)
+    moved = _at_once(session, batches[0]) if len(batches) == 1 else None
+    if moved is not None:
+        done = [moved]
+    else:
+        done = await clock.within(execute(session, batches, clock.deadline), channel)
     if clock.measured is not None:
         for moved in done:
             if moved.transport:
                 volume = session.volumes[moved.batch.volume].info.id
                 clock.measured.moved(moved.batch.nbytes, moved.transport, (volume,))
     return done
+
+
+def _at_once(session: Session, batch: Batch) -> Moved | None:
+    """Move a batch in the calling thread, if that is quick and nothing has to be waited for: the
+    best link is connected and has a window, and what is not mapped is small. None if it is not so,
+    or fails; then :func:`execute` begins anew.
+    """
+    links = session.volumes[batch.volume]
+    if batch.on_device or links.lost:
+        return None
+    try:
+        with links.in_use():
+            candidates = links.candidates(batch.nbytes)
+            link = links.connected(candidates[0]) if candidates else None
+            if link is None:
+                return None
+            mapped, rest = _map(link, batch)
+            is_done = isinstance(rest, ReadsInPlace) and rest.is_empty
+            if not is_done and rest.nbytes <= copying.DIRECT_MAX and has_window(link):
+                is_done = at_once(link, rest)
+            if is_done:
+                links.worked(candidates[0])
+                return Moved(batch, candidates[0].spec.name, mapped)
+    except TransportError:
+        return None
+    return None
 
 
 def _limit_s(batch: Batch) -> float:
@@ -203,21 +234,28 @@ async def by_link(link: Link, batch: Batch, room: int | None = None) -> Sequence
     Args:
         room: size of the segment in bytes, if it is known.
     """
-    mapped: Sequence[Mapped] = ()
-    if isinstance(batch, ReadsInPlace):
-        if isinstance(batch.prepared, _Rest):  # mappings outlive the link that made them
-            mapped, batch = batch.prepared
-        elif has_map(link) and batch.prepared is None:
-            whole = batch
-            mapped, batch = batch.map(link)
-            if mapped:
-                whole.prepared = _Rest(mapped, batch)
-        if batch.is_empty:
-            return mapped
+    mapped, batch = _map(link, batch)
+    if isinstance(batch, ReadsInPlace) and batch.is_empty:
+        return mapped
     if has_window(link):
-        if isinstance(batch, ReadsInPlace) and batch.prepared is None:
-            batch.decode(link)
-        await _by_window(link, batch)
+        await by_window(link, batch)
     else:
         await staging.by_copies(link, batch, room)
     return mapped
+
+
+def _map(link: Link, batch: Batch) -> tuple[Sequence[Mapped], Batch]:
+    """Map what can be mapped, or decode it where it is stored; returns the rest, too."""
+    mapped: Sequence[Mapped] = ()
+    if not isinstance(batch, ReadsInPlace):
+        return mapped, batch
+    if isinstance(batch.prepared, _Rest):  # mappings outlive the link that made them
+        mapped, batch = batch.prepared
+    elif has_map(link) and batch.prepared is None:
+        whole = batch
+        mapped, batch = batch.map(link)
+        if mapped:
+            whole.prepared = _Rest(mapped, batch)
+    if has_window(link) and batch.prepared is None and not batch.is_empty:
+        batch.decode(link)
+    return mapped, batch

@@ -92,6 +92,30 @@ async def by_window(link: SupportsWindow, batch: Batch) -> None:
         batch.prepared = None
 
 
+def at_once(link: SupportsWindow, batch: Batch) -> bool:
+    """Move a small batch in the calling thread. Returns False if its library has to wait for
+    something; it may have been moved in part.
+
+    Raises:
+        TransportError: the link has failed.
+    """
+    window = window_of(link, batch)
+    base, into = window.address, batch.into_segment
+    for move in batch.moves(window.nbytes):
+        if isinstance(move, list):
+            copying.copy_runs(move, base, into=into, stream=False)
+        elif isinstance(move, Columns):
+            copying.copy_columns(*move, base, into=into, stream=False)
+        elif not isinstance(move, LibraryMoves):
+            copying.copy_grids(_as_grids([move], base, into=into), stream=False)
+        elif (made := move.tasks(base, into=into, stream=False)) is not None:
+            for task in made:
+                task()
+        else:
+            return False
+    return True
+
+
 def _moves(plan: CopyPlan) -> Iterator[Move]:
     runs: list[Run] = []
     for one in plan.copies:
@@ -183,16 +207,7 @@ def _chunks(
         most = _most_prepared(sum([nbytes for _, _, nbytes in chunk]))
         copy = partial(copying.copy_runs, chunk, base, into=into, stream=stream)
         yield progress.task([chunk], _task(link, batch, low, high, most, copy))
-    if into:
-        grids = [
-            (base + offset, address, nbytes, count, there, here)
-            for address, offset, nbytes, count, here, there in rows
-        ]
-    else:
-        grids = [
-            (address, base + offset, nbytes, count, here, there)
-            for address, offset, nbytes, count, here, there in rows
-        ]
+    grids = _as_grids(rows, base, into=into)
     side = 0 if into else 1
     for some in copying.cut_grids(grids, size):
         low = min([grid[side] for grid in some]) - base
@@ -202,6 +217,18 @@ def _chunks(
         copy = partial(copying.copy_grids, some, stream=stream)
         task = _task(link, batch, low, high, most, copy)
         yield progress.task(_as_rows(some, base, into), task)
+
+
+def _as_grids(rows: Sequence[Rows], base: int, *, into: bool) -> list[copying.Grid]:
+    if into:
+        return [
+            (base + offset, address, nbytes, count, there, here)
+            for address, offset, nbytes, count, here, there in rows
+        ]
+    return [
+        (address, base + offset, nbytes, count, here, there)
+        for address, offset, nbytes, count, here, there in rows
+    ]
 
 
 def _as_rows(grids: list[copying.Grid], base: int, into: bool) -> list[Rows]:

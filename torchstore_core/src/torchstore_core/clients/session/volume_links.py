@@ -329,7 +329,11 @@ class VolumeLinks:
 
     def copies_itself(self, candidate: Candidate) -> bool:
         """Whether this process moves the bytes of the transport's link, which then cannot hang."""
-        return has_window(self._links_here(candidate).get(candidate.spec.name))
+        return has_window(self.connected(candidate))
+
+    def connected(self, candidate: Candidate) -> Link | None:
+        """The link of a transport, if there is one already."""
+        return self._links_here(candidate).get(candidate.spec.name)
 
     def _links_here(self, candidate: Candidate) -> dict[str, Link]:
         if not candidate.spec.loop_bound:

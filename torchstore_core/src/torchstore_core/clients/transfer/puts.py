@@ -288,7 +288,7 @@ async def _begin(
     """Send a Put with so many items. Retry once if tensors or references that have just ended in
     this process held the missing space.
     """
-    quick = expect is m.Committed and items <= QUICK_ENTRIES
+    quick = items <= QUICK_ENTRIES
     try:
         return await channel.call(put, expect, clock.left(), quick=quick)
     except StoreFullError as full:
