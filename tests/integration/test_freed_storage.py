@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -284,17 +284,32 @@ def test_tensors_inside_of_transforms_are_called_that() -> None:
 by_link = pytest.mark.parametrize("client", ["shm", "inprocess"], indirect=True)
 
 
+@asynccontextmanager
+async def other_call(client: ts.Client) -> AsyncIterator[None]:
+    """Meanwhile a call waits, so that the replies to others come by way of the event loop."""
+    await client.keys()  # there is a channel
+    waiting = asyncio.create_task(client.wait("never"))
+    await turn()
+    try:
+        yield
+    finally:
+        waiting.cancel()
+        with suppress(asyncio.CancelledError):
+            await waiting
+
+
 @by_link
 @pytest.mark.parametrize("form", ["contiguous", "strided", "cast"])
 async def test_freed_between_the_grant_and_the_copy(client: ts.Client, form: str) -> None:
     base = torch.ones(700, 600)
     tensor = base.t() if form == "strided" else base
     casts = torch.bfloat16 if form == "cast" else None
-    put = asyncio.create_task(client.put_state_dict({"w": tensor}, "k", transfer_dtype=casts))
-    await turn()  # it waits for its grant
-    base.untyped_storage().resize_(0)
-    with refused("w"):
-        await put
+    async with other_call(client):
+        put = asyncio.create_task(client.put_state_dict({"w": tensor}, "k", transfer_dtype=casts))
+        await turn()  # it waits for its grant
+        base.untyped_storage().resize_(0)
+        with refused("w"):
+            await put
     assert await client.keys() == []
 
 
@@ -305,11 +320,12 @@ async def test_resized_between_the_grant_and_the_copy(
 ) -> None:
     """A larger one would be written over what lies beside its place."""
     tensor = torch.ones(700, 600).t()
-    put = asyncio.create_task(client.put("k", tensor))
-    await turn()
-    tensor.resize_(shape)
-    with pytest.raises(ts.UnsupportedValueError, match=r"'k'.*resized while it was put"):
-        await put
+    async with other_call(client):
+        put = asyncio.create_task(client.put("k", tensor))
+        await turn()
+        tensor.resize_(shape)
+        with pytest.raises(ts.UnsupportedValueError, match=r"'k'.*resized while it was put"):
+            await put
     assert await client.keys() == []
 
 
