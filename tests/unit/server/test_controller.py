@@ -554,10 +554,10 @@ class ControllerMachine(RuleBasedStateMachine):
             assert set(record.txns) == set(client.txns)
             assert set(record.leases) == set(client.leases)
             assert record.ended_early == client.given_back
-            leased = [s for held in client.leases.values() for s in held if s is not None]
+            leased = {id(s): s for held in client.leases.values() for s in held if s is not None}
             open_puts = [s for values in client.txns.values() for s in values]
             assert session_bytes(client.record) == (
-                sum(len(s.data) for s in leased),
+                sum(len(s.data) for s in leased.values()),
                 sum(s.taken for s in open_puts if s.offset is not None),
             )
         self.stored = [s for s in self.stored if s.held]

@@ -14,8 +14,8 @@ from torchstore_core.wire import messages as m
 
 
 def session_bytes(session: SessionRecord) -> tuple[int, int]:
-    """Return the bytes that a session leases, and the bytes of its unfinished puts."""
-    held = (v for some in session.leases.values() for v in some if v is not None)
+    """Return the bytes that a session leases, however often, and those of its unfinished puts."""
+    held = {v for some in session.leases.values() for v in some if v is not None}
     leased = sum(v.nbytes * len(v.places) for v in held)
     return leased, sum(txn.nbytes for txn in session.txns.values())
 
