@@ -346,6 +346,8 @@ class ControllerMachine(RuleBasedStateMachine):
         for client in self.clients:
             held = session_bytes(client.record)
             assert holders.pop(client.record.facts.pid, (0, 0)) == held
+            for nbytes, text in zip(held, error.message.split(" in unfinished puts"), strict=True):
+                assert not nbytes or f"pid {client.record.facts.pid}: {nbytes:,}" in text
         assert not holders
 
     @rule(data=st.data())
