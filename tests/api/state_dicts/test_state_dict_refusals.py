@@ -145,7 +145,7 @@ async def test_a_module_on_the_meta_device_is_not_filled_and_the_error_says_how(
     with torch.device("meta"):
         mine = torch.nn.Linear(3, 2)
     with pytest.raises(
-        ts.LayoutMismatchError, match="2 mismatched: 'model.weight': a meta"
+        ts.LayoutMismatchError, match=r"2 mismatched: 'model\.weight': a meta"
     ) as caught:
         await ts.get_state_dict("meta", {"model": mine.state_dict(), "step": 0})
     assert "module.load_state_dict(await get_state_dict(key), assign=True)" in str(caught.value)

@@ -208,8 +208,8 @@ def full_error(
     return StoreFullError(
         f"a put of {requested:,} bytes{in_copies} does not fit: {used:,} of {capacity:,} bytes are "
         f"used ({leased:,} leased by readers{_by_pid(holders, 'leased')}, {unfinished:,} in "
-        f"unfinished puts{_by_pid(holders, 'unfinished')}) over {len(volumes)} volume(s){pieces}; largest keys: {top}. "
-        f"{advice}, or {larger}{hint}",
+        f"unfinished puts{_by_pid(holders, 'unfinished')}) over {len(volumes)} volume(s)"
+        f"{pieces}; largest keys: {top}. {advice}, or {larger}{hint}",
         details={
             "capacity_bytes": capacity,
             "used_bytes": used,

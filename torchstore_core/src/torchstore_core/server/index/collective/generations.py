@@ -96,7 +96,7 @@ class Generation(msgspec.Struct, eq=False):
     def _disagreement(
         self, name: str, entry: Value | Shards | None, what: str
     ) -> LayoutMismatchError:
-        """Return the error for an entry, or a key's own value, that participants put differently."""
+        """Return the error for an entry, or a key's own value, on which participants differ."""
         own = name if entry is None else name or entry.key
         whose = "" if self.publication is None else f" of {self.publication.key!r}"
         return LayoutMismatchError(f"version {self.version}{whose}: {own!r} {what}", key=own)
