@@ -326,4 +326,5 @@ async def test_the_others_say_which_rank_is_silent(jobs: Jobs, tmp_path: Path) -
     said = (await running)[:3]
     assert all("has not heard from " in text for text in said)
     assert all("rank 3, one of which may have died" in text for text in said)
+    assert all("make another one and give it as pg=" in text for text in said)
     assert gc(tmp_path).running == ()

@@ -266,7 +266,7 @@ async def test_participants_that_disagree_are_told_and_may_put_again(shared, key
     wrong = {"w": other, "second": torch.ones(100_000)}
     with pytest.raises(ts.LayoutMismatchError, match=words) as caught:
         await ts.put_state_dict(wrong, key, participants=2, participant=1)
-    assert str(caught.value).startswith("version 1: 'w' comes as")
+    assert str(caught.value).startswith(f"version 1 of {key!r}: 'w' comes as")
     assert await _status() == used
     assert not await ts.exists(key)
     right = {"w": torch.ones(300_000), "second": 2}

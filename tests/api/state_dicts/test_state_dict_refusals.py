@@ -139,6 +139,25 @@ async def test_an_optimizer_without_state_is_not_filled_and_the_error_says_how(s
     assert_same(other.state_dict(), trained.state_dict())
 
 
+async def test_a_module_on_the_meta_device_is_not_filled_and_the_error_says_how(shared):
+    stored = torch.nn.Linear(3, 2)
+    await ts.put_state_dict({"model": stored.state_dict(), "step": 1}, "meta")
+    with torch.device("meta"):
+        mine = torch.nn.Linear(3, 2)
+    with pytest.raises(
+        ts.LayoutMismatchError, match=r"2 mismatched: 'model\.weight': a meta"
+    ) as caught:
+        await ts.get_state_dict("meta", {"model": mine.state_dict(), "step": 0})
+    assert "module.load_state_dict(await get_state_dict(key), assign=True)" in str(caught.value)
+    mine.load_state_dict((await ts.get_state_dict("meta"))["model"], assign=True)
+    assert torch.equal(mine.weight, stored.weight)
+    with torch.device("meta"):
+        mine = torch.nn.Linear(3, 2)
+    mine.to_empty(device="cpu")
+    await ts.get_state_dict("meta", {"model": mine.state_dict(), "step": 0})
+    assert torch.equal(mine.weight, stored.weight)
+
+
 async def test_nothing_is_hinted_about_other_containers(shared):
     await ts.put_state_dict({"state": {"w": torch.ones(2)}, "state2": {"w": torch.ones(2)}}, "k")
     for wrong in ({"other": {}}, {"state": 3}, {"stat": None}):

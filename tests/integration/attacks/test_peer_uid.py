@@ -223,6 +223,25 @@ def open_server(tmp_path: Path) -> Iterator[OpenServer]:
 
 
 @needs_root
+def test_root_says_nothing_to_the_server_of_another_user(tmp_path: Path) -> None:
+    """No mode keeps root out, and who answers might be anybody."""
+    path = tmp_path / "theirs.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        os.seteuid(NOBODY)  # who listens is what the system tells of a listener
+        try:
+            listener.listen()
+        finally:
+            os.seteuid(0)
+        told = refusal(f"unix:{path}")
+        assert f"uid {NOBODY} runs it, and this process is of 0" in told
+        assert "only processes of the user who started it can connect" in told
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.recv(1) == b""
+
+
+@needs_root
 def test_another_user_is_sent_away_by_the_server_itself(open_server: OpenServer) -> None:
     control, shm = open_server.sockets
     assert control.name == "control.sock"
@@ -232,6 +251,9 @@ def test_another_user_is_sent_away_by_the_server_itself(open_server: OpenServer)
     assert as_uid(0, lambda: greeting(control)).endswith("bytes")
     assert as_uid(0, lambda: descriptors(shm)) == "1"
     assert f"refused a connection of uid {NOBODY}" in open_server.log()
+    told = as_uid(NOBODY, lambda: refusal(open_server.address))
+    assert f"uid {os.getuid()} runs it, and this process is of {NOBODY}" in told
+    assert "only processes of the user who started it can connect" in told
     assert "Traceback" not in open_server.log()
 
     async def use() -> None:

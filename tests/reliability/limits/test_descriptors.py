@@ -219,14 +219,22 @@ def free_numbers(count: int) -> list[int]:
     return fds
 
 
-@pytest.mark.parametrize("left", [2, 3], ids=["no socket for it", "a socket, but not the memory"])
+@pytest.mark.parametrize(
+    ("left", "forget"),
+    [(2, "torchstore_transports.shm.link"), (2, None), (3, None)],
+    ids=["not even its code", "no socket for it", "a socket, but not the memory"],
+)
 async def test_a_client_without_descriptors_says_so_and_tries_again(
-    scarce: ScarceServer, left: int
+    scarce: ScarceServer, monkeypatch: pytest.MonkeyPatch, left: int, forget: str | None
 ) -> None:
-    """A session takes two; the next is the socket for the hand-over, then comes the memory."""
+    """A session takes two; the next is the socket for the hand-over, then comes the memory. Code is
+    read from a file.
+    """
     async with joined(scarce.address):  # whatever is imported or opened once
         pass
     await sessions_have_ended()
+    if forget:
+        monkeypatch.delitem(sys.modules, forget)
     none_left = "no file descriptor left"
     with descriptors_left(left) as limit, pytest.warns(RuntimeWarning, match=none_left) as warned:
         client = await ts.connect(scarce.address, store_name="scarce", timeout=5.0, block=["tcp"])

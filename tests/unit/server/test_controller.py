@@ -346,6 +346,8 @@ class ControllerMachine(RuleBasedStateMachine):
         for client in self.clients:
             held = session_bytes(client.record)
             assert holders.pop(client.record.facts.pid, (0, 0)) == held
+            for nbytes, text in zip(held, error.message.split(" in unfinished puts"), strict=True):
+                assert not nbytes or f"pid {client.record.facts.pid}: {nbytes:,}" in text
         assert not holders
 
     @rule(data=st.data())
@@ -554,10 +556,10 @@ class ControllerMachine(RuleBasedStateMachine):
             assert set(record.txns) == set(client.txns)
             assert set(record.leases) == set(client.leases)
             assert record.ended_early == client.given_back
-            leased = [s for held in client.leases.values() for s in held if s is not None]
+            leased = {id(s): s for held in client.leases.values() for s in held if s is not None}
             open_puts = [s for values in client.txns.values() for s in values]
             assert session_bytes(client.record) == (
-                sum(len(s.data) for s in leased),
+                sum(len(s.data) for s in leased.values()),
                 sum(s.taken for s in open_puts if s.offset is not None),
             )
         self.stored = [s for s in self.stored if s.held]

@@ -133,7 +133,8 @@ class Ranks:
             silent = self._silent(sizes) or "the other ranks"
             raise RankFailedError(
                 f"rank {self.rank} has not heard from {silent}, one of which may have died, or "
-                f"been stopped: {lost}"
+                f"been stopped: {lost}. A process group that has failed so is of no use any more: "
+                "make another one and give it as pg=, or start the ranks again"
             ) from lost
 
     def _silent(self, sizes: torch.Tensor) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from torchstore_core.errors import (
     in_seconds,
 )
 from torchstore_core.machine import topology
-from torchstore_core.machine.sockets.unix import connect, unix_socket
+from torchstore_core.machine.sockets.unix import connect, peer, unix_socket
 from torchstore_core.wire import framing
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import FrameReader, encode
@@ -126,6 +127,11 @@ async def _handshake(
             async with asyncio.timeout(timeout):
                 await connect(sock, path)
                 accepted = True
+                _, uid = peer(sock)
+                if uid not in (None, os.getuid()):
+                    raise PermissionError(
+                        f"uid {uid} runs it, and this process is of {os.getuid()}"
+                    )
                 hello = m.Hello(1, m.PROTOCOL_VERSION, token, here, facts)
                 await loop.sock_sendall(sock, encode(hello))
                 reader = FrameReader(m.MAX_FRAME)

@@ -27,6 +27,7 @@ from torchstore_core.errors import (
     TransportNotReadyError,
     TransportUnavailableError,
 )
+from torchstore_core.machine.sockets.unix import check_descriptors
 from torchstore_core.machine.tasks import is_cancelled, wait_ended
 from torchstore_core.machine.topology import Topology
 from torchstore_core.plugins.ranking import Candidate, Policy, Ranking, rank
@@ -350,6 +351,9 @@ class VolumeLinks:
             try:
                 cls: type[Link] = load_class(str(spec.client))
             except PluginError as error:  # treat a broken plug-in as a failed link
+                check_descriptors(f"the code of transport {spec.name!r}")
+                if _is_temporary(error.__cause__):
+                    raise TransportNotReadyError(error.message) from error
                 raise TransportUnavailableError(error.message) from error
             try:
                 offer = self.info.offers[spec.name]
@@ -370,9 +374,7 @@ class VolumeLinks:
                     raise
                 raise TransportNotReadyError("it cancelled itself while it connected") from None
             except Exception as error:
-                if isinstance(error, TimeoutError) or (
-                    isinstance(error, OSError) and error.errno in _TEMPORARY_ERRNOS
-                ):
+                if _is_temporary(error):
                     raise TransportNotReadyError(f"it cannot connect: {error}") from error
                 raise TransportUnavailableError(f"it cannot connect: {error!r}") from error
             with self._lock:
@@ -526,6 +528,13 @@ async def _connected(name: str, connecting: Awaitable[object]) -> object:
             log.warning("transport %r does not end its connect, which was cancelled", name)
         raise
     return task.result()
+
+
+def _is_temporary(error: BaseException | None) -> bool:
+    """Return whether a link that could not be made for this may be made later."""
+    return isinstance(error, TimeoutError) or (
+        isinstance(error, OSError) and error.errno in _TEMPORARY_ERRNOS
+    )
 
 
 def _close_unused(task: asyncio.Future[object]) -> None:

@@ -431,11 +431,17 @@ def _is_stored_once(entry: m.Entry, other: m.Entry | None) -> bool:
 
 
 def _hint(wanted: Wanted, report: StateDictReport) -> str:
-    """What to do if a container to fill has no entries yet, as in a new optimizer; empty if there
-    is no such container.
+    """What to do if a container to fill has no entries yet, as in a new optimizer, or if tensors to
+    fill are on the meta device; empty if there are none of these.
     """
     missing = set(report.missing)
     for leaf in wanted.leaves:
+        if leaf.name in report.mismatched and getattr(leaf.value, "is_meta", False):
+            return (
+                "A module on the meta device has no memory to fill: give it what is stored, by "
+                "`module.load_state_dict(await get_state_dict(key), assign=True)`, or memory "
+                "before, by `module.to_empty(device=...)`"
+            )
         if leaf.name in missing and (leaf.value is None or nesting.is_empty(leaf.value)):
             inside = [name for name in report.unexpected if name.startswith(f"{leaf.name}.")]
             if inside:

@@ -12,10 +12,13 @@ from torchstore_core.server.memory.allocator import rounded
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.wire import messages as m
 
+# How many processes a message names.
+_MOST_NAMED = 8
+
 
 def session_bytes(session: SessionRecord) -> tuple[int, int]:
-    """Return the bytes that a session leases, and the bytes of its unfinished puts."""
-    held = (v for some in session.leases.values() for v in some if v is not None)
+    """Return the bytes that a session leases, however often, and those of its unfinished puts."""
+    held = {v for some in session.leases.values() for v in some if v is not None}
     leased = sum(v.nbytes * len(v.places) for v in held)
     return leased, sum(txn.nbytes for txn in session.txns.values())
 
@@ -89,6 +92,15 @@ def _in_pieces(requested: int, volumes: Sequence[VolumeRecord], sizes: Sequence[
     return False
 
 
+def _by_pid(holders: Sequence[Mapping[str, int]], what: str) -> str:
+    """Return the processes that have most of something, and how much; empty if none has any."""
+    having = sorted((h for h in holders if h[what]), key=lambda h: -h[what])
+    named = [f"pid {h['pid']}: {h[what]:,}" for h in having[:_MOST_NAMED]]
+    if len(having) > _MOST_NAMED:
+        named.append(f"and {len(having) - _MOST_NAMED:,} more")
+    return f" ({', '.join(named)})" if named else ""
+
+
 def full_error(
     requested: int,
     volumes: Sequence[VolumeRecord],
@@ -115,7 +127,7 @@ def full_error(
     left = max([nbytes for nbytes in lacking if nbytes is not None], default=None)
     capacity = sum(v.info.capacity_bytes for v in volumes)
     used = sum(v.used for v in volumes)
-    holders: list[dict[str, object]] = []
+    holders: list[dict[str, int]] = []
     for session in sessions:
         leased, unfinished = session_bytes(session)
         if leased or unfinished:
@@ -136,7 +148,6 @@ def full_error(
     sizes = [item.nbytes for item in items if item.data is None]
     in_pieces = left is None and _in_pieces(requested, volumes, sizes)
     top = ", ".join(f"{v.key!r} {v.nbytes:,}" for v in largest) or "none"
-    by_pid = ", ".join(f"pid {h['pid']}: {h['leased']:,}" for h in holders if h["leased"])
     details: dict[str, object] = {}
     advice = "Delete keys, drop tensors that zero-copy gets returned"
     larger = "initialize with a larger capacity"
@@ -196,9 +207,9 @@ def full_error(
     in_copies = f", in {copies} copies ({in_all:,} in all)," if copies > 1 else ""
     return StoreFullError(
         f"a put of {requested:,} bytes{in_copies} does not fit: {used:,} of {capacity:,} bytes are "
-        f"used ({leased:,} leased by readers{f' ({by_pid})' if by_pid else ''}, {unfinished:,} in "
-        f"unfinished puts) over {len(volumes)} volume(s){pieces}; largest keys: {top}. "
-        f"{advice}, or {larger}{hint}",
+        f"used ({leased:,} leased by readers{_by_pid(holders, 'leased')}, {unfinished:,} in "
+        f"unfinished puts{_by_pid(holders, 'unfinished')}) over {len(volumes)} volume(s)"
+        f"{pieces}; largest keys: {top}. {advice}, or {larger}{hint}",
         details={
             "capacity_bytes": capacity,
             "used_bytes": used,

@@ -76,11 +76,10 @@ class Generation(msgspec.Struct, eq=False):
         if there is None:
             return False
         if there != meta and (isinstance(meta, TensorMeta) or isinstance(there, TensorMeta)):
-            key = name if entry is None else name or entry.key
-            raise LayoutMismatchError(
-                f"version {self.version}: {key!r} comes as {_words(meta)}, but another participant "
-                f"puts it as {_words(there)}",
-                key=key,
+            raise self._disagreement(
+                name,
+                entry,
+                f"comes as {_words(meta)}, but another participant puts it as {_words(there)}",
             )
         if entry is None:
             return False
@@ -91,12 +90,16 @@ class Generation(msgspec.Struct, eq=False):
         if entry.parts:
             other, value = next(iter(entry.parts.items()))
             if value.nbytes * box.numel != nbytes * other.numel:
-                raise LayoutMismatchError(
-                    f"version {self.version}: {name or entry.key!r} comes in elements of different "
-                    "sizes",
-                    key=name or entry.key,
-                )
+                raise self._disagreement(name, entry, "comes in elements of different sizes")
         return box in entry.parts
+
+    def _disagreement(
+        self, name: str, entry: Value | Shards | None, what: str
+    ) -> LayoutMismatchError:
+        """Return the error for an entry, or a key's own value, on which participants differ."""
+        own = name if entry is None else name or entry.key
+        whose = "" if self.publication is None else f" of {self.publication.key!r}"
+        return LayoutMismatchError(f"version {self.version}{whose}: {own!r} {what}", key=own)
 
     def add(self, contribution: Contribution, name: str, key: str, value: Value) -> None:
         """Add a value to a contribution and to the entries; no other participant stores it."""
