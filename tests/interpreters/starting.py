@@ -63,7 +63,8 @@ class Starter:
             )
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, also if what tests have forked still has the connection."""
+        self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
         self._process.wait()
 
