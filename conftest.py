@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import itertools
 import os
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 from tests import processes, profiles
+from tests.interpreters.starting import Starter, starter
 from tests.support import RUNTIMES, emptied, running_store, start_store
 
 import torchstore_core as ts
@@ -63,6 +65,8 @@ _MANY_OBJECTS = 50_000
 _HERE = Path(__file__).parent
 _API = _HERE / "tests/api"
 _DEATHS = _HERE / "plugins/torchstore-monarch/tests/faults"
+# About how servers start, and die.
+_STARTS = {_API / "stores/test_lifecycle.py", _HERE / "tests/reliability/deaths"}
 _APART_TESTS = {
     _HERE / f"plugins/torchstore-{name}/tests" for name in ("gloo", "rdma", "torchcomms")
 }
@@ -198,6 +202,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
+    _starting.close()
     shutil.rmtree(_RUNTIME_DIRECTORY, ignore_errors=True)
 
 
@@ -218,6 +223,19 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def _joins_a_job(nodeid: str) -> bool:
     """Whether Monarch runs in the process of that test; torchstore-monarch's tests have jobs."""
     return "monarch" in nodeid.partition("::")[2].lower()
+
+
+_starting = contextlib.ExitStack()
+_starter: Starter | None = None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """From the first test on, and unless starting is what a test is about."""
+    global _starter
+    if _starter is None:
+        _starter = _starting.enter_context(starter())
+    _starter.on = _STARTS.isdisjoint((item.path, *item.path.parents))
 
 
 @pytest.fixture(scope="session", autouse=True)

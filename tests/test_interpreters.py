@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from tests.interpreters.starting import Starter, starter
 from tests.processes import run_script
+from tests.support import children, commands, open_files, running_store
 
 _COUNTS = "import gc, {0}; print(gc.get_freeze_count(), len(gc.get_objects()), gc.isenabled())"
 
@@ -28,3 +33,56 @@ async def test_what_the_fork_server_forks_does_not_take_torch_apart_when_it_ends
     print(len(of_torch) > 100, any(of_torch))
     """
     assert await run_script(body) == "True False\n"
+
+
+_KEPT = ("Umask", "PPid", "SigBlk", "SigIgn", "SigCgt", "CapEff", "NoNewPrivs", "Cpus_allowed")
+
+
+def _seen(pid: int) -> dict[str, object]:
+    """What the system tells of a server's process, and what is the same for each."""
+    own = Path(f"/proc/{pid}")
+    status = [line.partition(":\t") for line in own.joinpath("status").read_text().splitlines()]
+    return {
+        **{name: value for name, _, value in status if name in _KEPT},
+        "command": own.joinpath("cmdline").read_bytes().rstrip(b"\0").split(b"\0")[:4],
+        "directory": os.readlink(own / "cwd"),
+        "files": sorted(file.split(":")[0] for file in open_files(pid).values()),
+        "session": os.getsid(pid) == pid,
+        "limits": own.joinpath("limits").read_text(),
+    }
+
+
+async def _keeper(made: Starter) -> tuple[int, dict[str, object]]:
+    """How many processes were made from the prepared one for a store, and its keeper as seen."""
+    before, started = children(), made.started
+    async with running_store("local"):
+        (keeper,) = commands(b"torchstore_core.server", children() - before)
+        return made.started - started, _seen(keeper)
+
+
+async def test_a_server_of_the_prepared_process_is_as_one_of_a_new_interpreter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with starter() as made:
+        prepared, like = await _keeper(made)
+        monkeypatch.setenv("TORCHSTORE_OF_THIS_TEST", "another environment")
+        anew, as_users_have_it = await _keeper(made)
+    assert (prepared, anew) == (1, 0)
+    assert like == as_users_have_it
+
+
+async def test_what_another_process_would_not_get_is_started_anew() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with starter() as made:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+        try:
+            limited, _ = await _keeper(made)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        before = os.umask(0o027)
+        try:
+            masked, _ = await _keeper(made)
+        finally:
+            os.umask(before)
+        usual, _ = await _keeper(made)
+    assert (limited, masked, usual) == (0, 0, 1)

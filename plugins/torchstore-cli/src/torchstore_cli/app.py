@@ -6,10 +6,9 @@ import asyncio
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
-from importlib.metadata import entry_points
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import msgspec
@@ -21,6 +20,9 @@ from torchstore_core.errors import ConfigurationError, TorchStoreError
 from torchstore_core.reports.units import parse_bytes
 
 __all__ = ["run"]
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -112,12 +114,12 @@ class _Commands(click.Group):
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        names = {point.name for point in entry_points(group=_COMMANDS)}
+        names = {point.name for point in _entry_points()}
         return [*super().list_commands(ctx), *sorted(names - self.commands.keys())]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         mine = super().get_command(ctx, cmd_name)
-        points = () if mine else tuple(entry_points(group=_COMMANDS, name=cmd_name))
+        points = () if mine else tuple(point for point in _entry_points() if point.name == cmd_name)
         if not points:
             return mine
         found, *others = points
@@ -131,6 +133,15 @@ class _Commands(click.Group):
         if not isinstance(command, click.Command):
             return _broken(cmd_name, f"{found.value} is no command of click")
         return command
+
+
+def _entry_points() -> Iterable[EntryPoint]:
+    """The commands of other packages. What looks for them is imported for those alone: it would be
+    a tenth of what a command takes that needs none.
+    """
+    from importlib.metadata import entry_points
+
+    return entry_points(group=_COMMANDS)
 
 
 def _broken(name: str, why: str) -> click.Command:
