@@ -52,11 +52,12 @@ _hash_runs: Callable[[list[Run]], bytes | None] | None = _native_hash_runs
 
 #: Bytes of strided copies that one thread takes at a time.
 CHUNK = 4 << 20
-#: Up to this many bytes are copied by the calling thread: waking another one costs about as much.
-DIRECT_MAX = 512 << 10
-#: Up to this many bytes, the calling thread copies beside the copy threads: by the time that these
-#: have woken it again, it could have copied much of them. Meanwhile its event loop stands still.
-SHARED_MAX = 8 << 20
+#: Up to this many bytes are copied by the calling thread: to wake another one, and to be woken by
+#: it, takes longer.
+DIRECT_MAX = 1 << 20
+#: Up to this many bytes, the calling thread copies beside the copy threads: by the time that they
+#: have woken it again, it has copied much of them. Meanwhile its event loop stands still.
+SHARED_MAX = 4 << 20
 #: From this many bytes, copying begins while the rest is still being planned. Below it, the copy
 #: threads and the planner would only take the interpreter lock from each other.
 OVERLAP_MIN = 32 << 20
@@ -231,6 +232,11 @@ def cut_grids(found: Iterable[Grid], chunk: int) -> Iterator[list[Grid]]:
         yield current
 
 
+def on_copy_thread() -> bool:
+    """Whether a copy thread runs this, and not the caller of :func:`run`."""
+    return _here.is_copy_thread
+
+
 def chunk_size(total: int) -> int:
     """Return how many bytes one thread takes at a time in a batch of ``total`` bytes.
 
@@ -238,7 +244,7 @@ def chunk_size(total: int) -> int:
     0.84 of the floor, 16 MB chunks 0.95), but there are several per thread, so that all threads
     finish at about the same time.
     """
-    if total <= 4 << 20:
+    if total <= 4 << 20:  # with any number of threads
         return 1 << 20
     return min(max(total // (4 * copy_threads()), 1 << 20), 16 << 20)
 
@@ -415,12 +421,18 @@ class _Pool:
             self._jobs.put(job)
 
     def _serve(self) -> None:
+        _here.is_copy_thread = True
         while True:
             job = self._jobs.get()
             job.work()
             del job  # do not keep the last job's tensors alive while idle
 
 
+class _Here(threading.local):
+    is_copy_thread = False
+
+
+_here = _Here()
 _pool: _Pool | None = None
 _pool_lock = threading.Lock()
 

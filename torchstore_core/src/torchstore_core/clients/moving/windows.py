@@ -101,7 +101,7 @@ def at_once(link: SupportsWindow, batch: Batch) -> bool:
     """
     window = window_of(link, batch)
     base, into = window.address, batch.into_segment
-    for move in batch.moves(window.nbytes):
+    for move in list(batch.moves(window.nbytes)):  # nothing is written if one does not fit
         if isinstance(move, list):
             copying.copy_runs(move, base, into=into, stream=False)
         elif isinstance(move, Columns):

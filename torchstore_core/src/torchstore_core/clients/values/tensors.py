@@ -519,9 +519,10 @@ def strided_copy(a: torch.Tensor, b: torch.Tensor, *, stream: bool) -> copying.T
 
     def by_torch() -> None:
         with torch.inference_mode():  # the only place where inference tensors may be written to
-            if a.is_cpu and b.is_cpu and min(a.nbytes, b.nbytes) <= copying.DIRECT_MAX:
-                _copy_here(a, b)
-            else:  # on a copy thread, which takes large pieces
+            is_large = min(a.nbytes, b.nbytes) > copying.DIRECT_MAX
+            if (is_large and copying.on_copy_thread()) or not (a.is_cpu and b.is_cpu):
                 a.copy_(b)
+            else:
+                _copy_here(a, b)
 
     return by_torch
