@@ -281,7 +281,7 @@ async def test_a_forked_child_needs_no_threads_of_torch():
         return torch.frombuffer(bytearray(size), dtype=dtype).view(shape)
 
     async def work(client):
-        for rows in (250, 1000):  # in a message, and in shared memory
+        for rows in (250, 1000, 4000):  # in a message, in shared memory, beside a copy thread
             for dtype in (torch.uint8, torch.float32):
                 turned = empty(dtype, 240, rows).t()
                 await client.get(f"{rows} {dtype}", turned)
@@ -298,7 +298,7 @@ async def test_a_forked_child_needs_no_threads_of_torch():
         print("done")
 
     client = await ts.initialize(capacity=64 << 20, prefault=0)
-    for rows in (250, 1000):
+    for rows in (250, 1000, 4000):
         for dtype in (torch.uint8, torch.float32):
             await ts.put(f"{rows} {dtype}", torch.full((rows, 240), 7, dtype=dtype))
         await ts.put_state_dict({"w": torch.full((rows, 240), 7.0)}, f"all {rows}")
