@@ -173,6 +173,22 @@ async def turn() -> None:
     await asyncio.sleep(0)
 
 
+@asynccontextmanager
+async def call_beside(store: Any = ts) -> AsyncIterator[None]:
+    """Meanwhile a call waits for a key, so that replies to others come by way of the event loop:
+    until then other tasks have their turns, and can cancel them. (Else they are received at once.)
+    """
+    await store.keys()  # there is a channel
+    waiting = asyncio.create_task(store.wait("never"))
+    await turn()
+    try:
+        yield
+    finally:
+        waiting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await waiting
+
+
 def free_port() -> int:
     """A TCP port of this host that nobody listens at, and that the system gives to nobody else:
     this process keeps it bound. Who is told of it can listen all the same, for listeners set

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.integration.servers import ServerThread
-from tests.support import emptied, turn
+from tests.support import call_beside, emptied, turn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -284,27 +284,13 @@ def test_tensors_inside_of_transforms_are_called_that() -> None:
 by_link = pytest.mark.parametrize("client", ["shm", "inprocess"], indirect=True)
 
 
-@asynccontextmanager
-async def other_call(client: ts.Client) -> AsyncIterator[None]:
-    """Meanwhile a call waits, so that the replies to others come by way of the event loop."""
-    await client.keys()  # there is a channel
-    waiting = asyncio.create_task(client.wait("never"))
-    await turn()
-    try:
-        yield
-    finally:
-        waiting.cancel()
-        with suppress(asyncio.CancelledError):
-            await waiting
-
-
 @by_link
 @pytest.mark.parametrize("form", ["contiguous", "strided", "cast"])
 async def test_freed_between_the_grant_and_the_copy(client: ts.Client, form: str) -> None:
     base = torch.ones(700, 600)
     tensor = base.t() if form == "strided" else base
     casts = torch.bfloat16 if form == "cast" else None
-    async with other_call(client):
+    async with call_beside(client):
         put = asyncio.create_task(client.put_state_dict({"w": tensor}, "k", transfer_dtype=casts))
         await turn()  # it waits for its grant
         base.untyped_storage().resize_(0)
@@ -320,7 +306,7 @@ async def test_resized_between_the_grant_and_the_copy(
 ) -> None:
     """A larger one would be written over what lies beside its place."""
     tensor = torch.ones(700, 600).t()
-    async with other_call(client):
+    async with call_beside(client):
         put = asyncio.create_task(client.put("k", tensor))
         await turn()
         tensor.resize_(shape)

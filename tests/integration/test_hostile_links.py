@@ -65,15 +65,15 @@ async def test_a_server_that_dies_ends_a_transfer_that_would_never_end(
         await asyncio.Event().wait()
 
     async with running_store(keeper=False) as client:
-        await client.put("k", torch.zeros(MB))
+        await client.put("k", torch.zeros(2 * MB))
         pid = (await client.status()).controller_pid
-        await client.get("k", torch.empty(MB))
+        await client.get("k", torch.empty(2 * MB))
         with monkeypatch.context() as patch:
-            patch.setattr("torchstore_core.clients.moving.executor._by_window", never)
+            patch.setattr("torchstore_core.clients.moving.executor.by_window", never)
             call = (
-                client.put("k", torch.ones(MB))
+                client.put("k", torch.ones(2 * MB))
                 if what == "put"
-                else client.get("k", torch.empty(MB))
+                else client.get("k", torch.empty(2 * MB))
             )
             task = asyncio.create_task(call)
             await hangs.wait()
@@ -94,7 +94,7 @@ async def test_a_transport_that_fails_with_its_store_is_not_said_to_be_missing(
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
             raise TransportError("the volume is gone")
 
-        monkeypatch.setattr("torchstore_core.clients.moving.executor._by_window", fails)
+        monkeypatch.setattr("torchstore_core.clients.moving.executor.by_window", fails)
         with pytest.warns(RuntimeWarning, match="is gone"), pytest.raises(ts.StoreClosedError):
             await client.put("k", torch.ones(4 * MB))
 

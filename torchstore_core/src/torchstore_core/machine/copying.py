@@ -300,6 +300,7 @@ class CopyJob:
         self._idle = threading.Event()
         self._loop = loop
         self._error: BaseException | None = None
+        self._is_awaited = True
         self.future: asyncio.Future[None] = loop.create_future()
 
     def add(self, task: Task) -> bool:
@@ -330,7 +331,7 @@ class CopyJob:
         with self._changed:
             if self._running:
                 return False
-        self.future.cancel()
+        self._is_awaited = False
         if self._error is not None:
             raise self._error
         return True
@@ -383,7 +384,7 @@ class CopyJob:
             return
 
     def _finish(self) -> None:
-        if not self.future.done():
+        if self._is_awaited and not self.future.done():
             if self._error is not None:
                 self.future.set_exception(self._error)
             else:
@@ -391,9 +392,9 @@ class CopyJob:
 
     def stop(self) -> None:
         """Start no further task, and block until the running ones (a few MB each) have ended.
-        Nobody waits for ``future`` any more.
+        Nobody waits for ``future`` any more; its event loop may be closed.
         """
-        self.future.cancel()
+        self._is_awaited = False
         with self._changed:
             self._shut()
             if self._running == 0:
