@@ -62,6 +62,16 @@ async def test_the_pause_gets_longer_until_something_is_moved_again() -> None:
         assert least <= 1 <= most
 
 
+async def test_what_fails_because_the_volume_is_lost_says_which_one_that_is() -> None:
+    """A handshake that its server refuses does not; and the get would not turn to other copies."""
+    async with _links() as (links, candidate):
+        links.lost = "its relay was silent"
+        with pytest.raises(ts.TransportUnavailableError, match="relay was silent") as caught:
+            links.failed(candidate, FAULT)
+        assert caught.value.details["volume"] == links.info.index
+        assert caught.value.__cause__ is FAULT
+
+
 @pytest.mark.parametrize(
     "error",
     [ts.TransportUnavailableError("no common address"), OSError(errno.ENETUNREACH, "no network")],

@@ -163,10 +163,11 @@ class VolumeLinks:
         for good.
 
         Raises:
-            TransportError: ``error``, if the volume is lost.
+            TransportUnavailableError: the volume is lost. It says which one that is, so that a get
+                turns to other copies, whatever ``error`` says.
         """
         if self.lost:
-            raise error
+            raise self._unreachable(self.lost) from error
         for links in self._all_links():
             if (link := links.get(candidate.spec.name)) is not None:
                 self.close_when_unused(link)
