@@ -143,7 +143,8 @@ def _at_once(session: Session, batch: Batch) -> Moved | None:
     or fails; then :func:`execute` begins anew.
     """
     links = session.volumes[batch.volume]
-    if batch.on_device or links.lost:
+    may_fit = batch.nbytes <= copying.DIRECT_MAX or isinstance(batch, ReadsInPlace)
+    if batch.on_device or links.lost or not may_fit:
         return None
     try:
         with links.in_use():
