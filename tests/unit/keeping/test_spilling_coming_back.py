@@ -73,6 +73,7 @@ class World:
         self.waiting: list[Callable[[], None]] = []
         self.file = self.new_file(disk)
         self.restarts = self.away = self.reading = self.answered = 0
+        self.now = 0.0  # of the timers, of which one is over in each turn of the event loop
         self.draining = Draining(self)
         self.begin(self.file)
         self.session: SessionRecord = self.controller.open_session(facts(), HERE)
@@ -109,7 +110,7 @@ class World:
         self.controller.restore()
 
     def later(self, delay: float, call: Callable[[], None]) -> None:
-        heapq.heappush(self.timers, (delay, next(self.numbers), call))
+        heapq.heappush(self.timers, (self.now + delay, next(self.numbers), call))
 
     def lose_the_controller(self, *, anew: bool) -> None:
         """Without a word; ``anew``: its log was written anew before."""
@@ -163,7 +164,8 @@ class World:
         except queue.Empty:
             assert self.timers or not wait, "no thread does anything"
         if self.timers:
-            heapq.heappop(self.timers)[2]()
+            self.now, _, call = heapq.heappop(self.timers)
+            call()
 
     def answer(self) -> None:
         """Everything that waits."""

@@ -168,3 +168,25 @@ def test_with_a_volume_what_is_on_its_disk_is_lost_and_nothing_else(
             world.finish()
         finally:
             world.close()
+
+
+def test_a_drain_fetches_what_has_room_before_it_waits_for_more(tmp_path: Path) -> None:
+    """More is on the disk of the volume than the memory of the other one takes."""
+    with volumes(CAPACITY, CAPACITY) as records:
+        world = Apart(tmp_path, records, 0, 4 << 20)
+        try:
+            departures = world.controller.repairs.departures
+            for number in range(200):
+                world.put(f"k{number}")
+                world.answer()
+                if departures.disk_bytes(0) > 2 * CAPACITY:
+                    break
+            tracked = world.controller.spilling.values.all()
+            others = [t.key for t in tracked if (t.state, t.value.volume) != (State.ON_DISK, 0)]
+            world.controller.delete(others, False, (world.session, next(world.numbers)))
+            world.draining.drain(0, "begin")
+            while world.controller.repairs.status().scanning:
+                world.turn()
+            assert departures.coming > CAPACITY // 2
+        finally:
+            world.close()

@@ -131,7 +131,13 @@ class Departures:
                     park(entry, unreadable(entry.key, tracked))
                     continue
                 if not tracked.is_inline:
-                    there = place(entry)
+                    try:
+                        there = place(entry)
+                    except Delayed:
+                        if len(found) == 1:
+                            raise
+                        self._add(found.pop()[0], first=True)  # it waits for those before it
+                        break
                     if there is None:
                         found.pop()
                         continue
