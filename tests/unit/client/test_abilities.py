@@ -17,6 +17,7 @@ from torchstore_transports.shm.link import ShmLink
 TOLD: dict[type, Callable[[object], bool]] = {
     transport.SupportsWindow: abilities.has_window,
     transport.SupportsMap: abilities.has_map,
+    transport.SupportsMapThrough: abilities.has_map_through,
     transport.SupportsRegistration: abilities.has_registration,
     transport.SupportsProgress: abilities.has_progress,
 }

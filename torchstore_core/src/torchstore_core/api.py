@@ -524,6 +524,17 @@ async def put_object(
     )
 
 
+async def empty(
+    shape: int | Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    store_name: str = DEFAULT_NAME,
+    timeout: float | None = None,
+) -> torch.Tensor:
+    """See :meth:`Client.empty`; raises the same."""
+    return await _client(store_name).empty(shape, dtype=dtype, timeout=timeout)
+
+
 async def put_batch(
     items: Mapping[str, Any],
     *,

@@ -22,6 +22,7 @@ from torchstore_core.clients.session.held_ref import HeldRef, caller
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.state_dicts import getting
 from torchstore_core.clients.state_dicts.putting import PendingPut, plan_put
+from torchstore_core.clients.transfer.allocations import allocate, plain_empty
 from torchstore_core.clients.transfer.columns.gets import Named, names_and_tensors
 from torchstore_core.clients.transfer.columns.sources import (
     TensorColumns,
@@ -199,6 +200,49 @@ class Client(VolumeOperations):
                 nbytes = sources[0].nbytes
                 reply = await put_sources(session, channel, sources, nbytes, clock, how)
                 return ref.refers(ObjectRef("", reply.versions[0], session.welcome.incarnation))
+
+    async def empty(
+        self,
+        shape: int | Sequence[int],
+        *,
+        dtype: torch.dtype | None = None,
+        timeout: float | None = None,
+    ) -> torch.Tensor:
+        """Make a CPU tensor in the memory of the store, to be filled in place, and put as a whole
+        without a copy.
+
+        What ``put`` and ``put_object`` are given is then what readers map: nothing is copied, of
+        whatever size. After that, the tensor can still be read; what is written to it remains in
+        this process, as with what a zero-copy get returns. Put several times, or in parts, or
+        with a ``version``, or in a state dict or batch, it is copied, like any other tensor.
+
+        It is an ordinary tensor in ordinary memory where none is shared with the volume (on another
+        host, or with a strategy that makes several copies), and below 256 KB.
+
+        Args:
+            shape: as of ``torch.empty``.
+            dtype: None: torch's default dtype.
+            timeout: seconds.
+
+        Returns:
+            An uninitialized, contiguous tensor. Until it is put, its memory counts as that of an
+            unfinished put; it is free when the tensor is.
+
+        Raises:
+            StoreFullError: the store has no room for it.
+            UnsupportedValueError: there is no such tensor, or it cannot be stored.
+
+        Example::
+
+            batch = await ts.empty((4096, 1024), dtype=torch.bfloat16)
+            torch.mul(weights, scale, out=batch)
+            ref = await ts.put_object(batch)
+        """
+        with self._watch("empty", timeout) as clock:
+            check_no_fake_mode()
+            blank = plain_empty(shape, dtype)
+            session, channel = self._here(clock) or await self._join(clock)
+            return await allocate(session, channel, blank, clock)
 
     async def put_batch(
         self,

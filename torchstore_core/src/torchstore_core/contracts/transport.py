@@ -20,8 +20,10 @@ and both take part. To the store, this makes no difference.
 **Optional abilities** are declared; without them, the store does the work itself. A link that can
 expose a segment as local memory implements :class:`SupportsWindow` (the store copies directly,
 strided and in parallel); one that can provide a private copy-on-write view implements
-:class:`SupportsMap` (zero-copy ``get``); one that registers memory implements
-:class:`SupportsRegistration`, and is told whose memory it is, so that it can keep it registered;
+:class:`SupportsMap` (zero-copy ``get``); one whose views can be written through implements
+:class:`SupportsMapThrough` (``empty``, and puts without a copy); one that registers memory
+implements :class:`SupportsRegistration`, and is told whose memory it is, so that it can keep it
+registered;
 one that can tell how far it is implements :class:`SupportsProgress`, and is given up early when it
 stalls, but never for being slow.
 ``Link.rows`` declares that a link takes strided copies, and ``Link.devices`` that it reaches the
@@ -61,6 +63,7 @@ __all__ = [
     "Segment",
     "ServerContext",
     "SupportsMap",
+    "SupportsMapThrough",
     "SupportsProgress",
     "SupportsRegistration",
     "SupportsWindow",
@@ -431,3 +434,18 @@ class SupportsMap(Protocol):
 
     def map(self, segment: int, offset: int, nbytes: int) -> Mapping:
         """Map ``nbytes`` bytes at ``offset`` (of any alignment; ``address`` points to it)."""
+
+
+@runtime_checkable
+class SupportsMapThrough(Protocol):
+    """The link can map a granted range so that what is written to the mapping is in the segment,
+    and make it copy-on-write when the range is to be sealed.
+    """
+
+    def map_through(self, segment: int, offset: int, nbytes: int) -> Mapping:
+        """Map ``nbytes`` bytes at ``offset``, as :meth:`SupportsMap.map`, but not privately yet."""
+
+    def make_private(self, segment: int, offset: int, mapping: Mapping) -> None:
+        """Make a mapping of ``offset`` what :meth:`SupportsMap.map` would have returned, at the
+        same address and in one step: no write is lost, and none that comes later is in the segment.
+        """

@@ -20,7 +20,9 @@ _MADV_DONTNEED = 4
 _MADV_POPULATE_READ = 22  # Linux 5.14
 #: For ``mmap.mmap.madvise``: fill the page tables of a range for writing. As old as the one above.
 MADV_POPULATE_WRITE = 23
+_MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
+_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _mmap = _libc.mmap
@@ -32,6 +34,15 @@ _mmap.argtypes = [
     ctypes.c_int,
     ctypes.c_int,
     ctypes.c_long,
+]
+_mremap = _libc.mremap
+_mremap.restype = ctypes.c_void_p
+_mremap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_void_p,
 ]
 _munmap = _libc.munmap
 _munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
@@ -51,8 +62,12 @@ _before_unmap: list[Callable[[int, int], None]] = []
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
-def _map(fd: int, offset: int, nbytes: int, flags: int) -> int:
-    address = _mmap(None, nbytes, _READ_WRITE, flags, fd, offset)
+def _map(fd: int, offset: int, nbytes: int, flags: int, at: int | None = None) -> int:
+    return _mapped_at(_mmap(at, nbytes, _READ_WRITE, flags, fd, offset), nbytes)
+
+
+def _mapped_at(address: int | None, nbytes: int) -> int:
+    """What a call that maps memory has returned; raises OSError if that is no address."""
     if address is None or address == _FAILED:
         code = ctypes.get_errno()
         out = code == errno.ENOMEM
@@ -117,7 +132,7 @@ class _Block(weakref.ref[object]):
     _as_parameter_ = 0
 
 
-# The private mappings that there are. At interpreter exit they are left to the kernel.
+# The mappings with blocks. At interpreter exit they are left to the kernel.
 _mapped: dict[int, tuple[object, _Block]] = {}
 _numbers = itertools.count()
 
@@ -133,9 +148,20 @@ def map_private(fd: int, offset: int, nbytes: int) -> tuple[int, int, object]:
     Raises:
         OSError: the kernel refuses the mapping.
     """
+    return _map_block(fd, offset, nbytes, mmap.MAP_PRIVATE)
+
+
+def map_through(fd: int, offset: int, nbytes: int) -> tuple[int, int, object]:
+    """:func:`map_private`, but what is written to the mapping is in the file, until
+    :func:`make_private`.
+    """
+    return _map_block(fd, offset, nbytes, mmap.MAP_SHARED)
+
+
+def _map_block(fd: int, offset: int, nbytes: int, flags: int) -> tuple[int, int, object]:
     before = offset % mmap.PAGESIZE
     size = before + nbytes
-    address = _map(fd, offset - before, size, mmap.MAP_PRIVATE | _MAP_NORESERVE)
+    address = _map(fd, offset - before, size, flags | _MAP_NORESERVE)
     block = (ctypes.c_char * size).from_address(address)
     # What is called when the block dies is in C alone: what a signal handler raises (Ctrl-C) would
     # be lost in a finalizer in Python, and the mapping with it.
@@ -143,6 +169,37 @@ def map_private(fd: int, offset: int, nbytes: int) -> tuple[int, int, object]:
     forgets = weakref.ref(block, functools.partial(_mapped.pop, number))
     _mapped[number] = forgets, _Block(block, functools.partial(_munmap, address, size))
     return address + before, before, block
+
+
+def make_private(fd: int, offset: int, nbytes: int, address: int) -> None:
+    """Make a mapping of :func:`map_through` copy-on-write, in one step: what was written before is
+    in the file, and what is written from now on is not.
+
+    Raises:
+        OSError: the kernel refuses it; nothing has changed.
+    """
+    before = offset % mmap.PAGESIZE
+    flags = mmap.MAP_PRIVATE | _MAP_NORESERVE | _MAP_FIXED
+    _map(fd, offset - before, before + nbytes, flags, address - before)
+
+
+def make_own(nbytes: int, address: int) -> None:
+    """Replace a mapping by memory of this process alone, with the same bytes. What other threads
+    write meanwhile may be lost.
+
+    Raises:
+        OSError: the kernel refuses it.
+    """
+    before = address % mmap.PAGESIZE
+    start, size = address - before, before + nbytes
+    copy = _map(-1, 0, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    ctypes.memmove(copy, start, size)
+    moved = _mremap(copy, size, size, _MREMAP_MAYMOVE | _MREMAP_FIXED, start)
+    try:
+        _mapped_at(moved, size)
+    except OSError:
+        _munmap(copy, size)
+        raise
 
 
 def allocate(nbytes: int) -> tuple[int, object]:

@@ -450,6 +450,37 @@ class Controller:
             ObjectLostError: bytes that the put wrote, or that others wrote for the same version,
                 are lost; the put is undone.
         """
+        return self._commit(session, txn_id, self._writing(session, txn_id))
+
+    def seal(self, session: SessionRecord, request: m.Seal, body: bytes = b"") -> list[int]:
+        """Commit a put of one value under a name that it is given now, and lease that value; see
+        ``messages.Seal``. Returns its version. ``body``: as for :meth:`put`.
+
+        Raises:
+            ProtocolError: there is no such put, or it is not of one whole value; an id is in use.
+            ConfigurationError: the store has no place to spill to.
+            ObjectLostError: as :meth:`commit`.
+        """
+        txn = self._writing(session, request.txn)
+        if len(txn.values) != 1 or txn.plain != txn.values or txn.copy_of or txn.held_as:
+            raise ProtocolError(f"put {request.txn} is not one of a single value")
+        if len(request.key) > m.MAX_KEY or request.hold in session.holds:
+            raise ProtocolError(f"the key is too long, or hold id {request.hold} is in use")
+        if session.ended_early and session.was_ended_early(request.lease):
+            raise ProtocolError(f"lease id {request.lease} was given back before it began")
+        when_full = self.spilling.choice(request.when_full)
+        value = txn.values[0]
+        self._leases.lease(session, request.lease, [value])
+        value.key, txn.when_full = request.key, when_full
+        if not request.key:
+            number = self.holds.next_number()
+            value.key, value.version = f"object {number:x}", number
+            txn.held_as = request.hold, request.where
+            txn.when_full = m.PINNED if when_full == m.EVICTABLE else when_full
+        return self._commit(session, request.txn, txn)
+
+    def _writing(self, session: SessionRecord, txn_id: int) -> Txn:
+        """A put that is to be committed, after checks that it can be."""
         txn = session.txns.get(txn_id)
         if txn is None:
             raise ProtocolError(f"there is no unfinished put {txn_id} to commit")
@@ -459,6 +490,9 @@ class Controller:
             except ObjectLostError:
                 self.abort(session, [txn_id])
                 raise
+        return txn
+
+    def _commit(self, session: SessionRecord, txn_id: int, txn: Txn) -> list[int]:
         del session.txns[txn_id]
         self._written(txn)
         if txn.copy_of:

@@ -81,7 +81,7 @@ from torchstore_core.wire.volumes.spilling import SpillTrouble as SpillTrouble
 from torchstore_core.wire.volumes.spilling import WriteTogether as WriteTogether
 from torchstore_core.wire.volumes.spilling import WriteValues as WriteValues
 
-PROTOCOL_VERSION = 18
+PROTOCOL_VERSION = 19
 
 #: Largest frame, in bytes. A longer reply is sent in pages (``wire.paging``); a longer request is
 #: not possible. 18,000 entries of a state dict take about 2 MB.
@@ -242,6 +242,24 @@ class Commit(Message, frozen=True, tag="commit"):
 
     id: int
     txn: int
+
+
+class Seal(Message, frozen=True, tag="seal"):
+    """Commit a put whose only value was made in its memory, under a name that is known only now.
+    Reply :class:`Committed`. The session leases the value from then on, so that its client can keep
+    what it has mapped of it.
+
+    ``key``: its name; empty: it is an object without a key, see :class:`PutObject`, as which it has
+    ``hold`` and ``where``. ``lease``: the id of the lease. ``when_full``: as for a :class:`Put`.
+    """
+
+    id: int
+    txn: int
+    key: str
+    lease: int
+    hold: int = 0
+    where: str = ""
+    when_full: int = 0
 
 
 class Abort(Message, frozen=True, tag="abort"):
@@ -468,6 +486,7 @@ Repeatable = (
     | WaitAny
     | Refs
     | Commit
+    | Seal
     | Locate
     | LocateRefs
     | LocateKeys

@@ -9,7 +9,7 @@ from torchstore_core.wire import messages as m
 
 # Where each class of them has it. (A ``match`` with classes of messages takes much longer.)
 _NUMBERS: dict[type[m.Message], Callable[[m.Message], int]] = dict.fromkeys(
-    (m.Put, m.Rewind, m.PutObject, m.Commit, m.Delete, m.Free), attrgetter("txn")
+    (m.Put, m.Rewind, m.PutObject, m.Commit, m.Seal, m.Delete, m.Free), attrgetter("txn")
 )
 _NUMBERS[m.Hold] = attrgetter("hold")
 

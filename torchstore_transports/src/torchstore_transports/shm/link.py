@@ -9,7 +9,7 @@ import resource
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -22,8 +22,10 @@ from torchstore_core.errors import (
 from torchstore_core.machine import copying
 from torchstore_core.machine.sockets.unix import above_standard, connect, unix_socket
 from torchstore_core.machine.virtual_memory import (
+    make_private,
     map_private,
     map_shared,
+    map_through,
     populate_read,
     populate_write,
     unmap,
@@ -140,14 +142,35 @@ class ShmLink(Link):
 
     def map(self, segment: int, offset: int, nbytes: int) -> Mapping:
         """Map a sealed range privately."""
+        return self._mapped(map_private, segment, offset, nbytes)
+
+    def map_through(self, segment: int, offset: int, nbytes: int) -> Mapping:
+        """Map a range that is still to be written."""
+        return self._mapped(map_through, segment, offset, nbytes)
+
+    def _mapped(
+        self,
+        how: Callable[[int, int, int], tuple[int, int, object]],
+        segment: int,
+        offset: int,
+        nbytes: int,
+    ) -> Mapping:
         state = self._state(segment)
         if not 0 <= offset < offset + nbytes <= state.nbytes:
             raise TransportError(f"[{offset}, +{nbytes}) is outside segment {segment}")
         try:
-            address, before, owner = map_private(state.fd, offset, nbytes)
+            address, before, owner = how(state.fd, offset, nbytes)
         except OSError as error:
             raise TransportError(f"cannot map segment {segment}: {error}") from error
         return Mapping(address, before, nbytes, owner)
+
+    def make_private(self, segment: int, offset: int, mapping: Mapping) -> None:
+        """What is written to a mapping of :meth:`map_through` is no longer in the segment."""
+        state = self._state(segment)
+        try:
+            make_private(state.fd, offset, mapping.nbytes, mapping.address)
+        except OSError as error:
+            raise TransportError(f"cannot map segment {segment} again: {error}") from error
 
     def close(self) -> None:
         # Without the lock: in a forked child it may be held by a thread that does not exist there.

@@ -10,6 +10,7 @@ from typing import TypeGuard
 
 from torchstore_core.contracts.transport import (
     SupportsMap,
+    SupportsMapThrough,
     SupportsProgress,
     SupportsRegistration,
     SupportsWindow,
@@ -28,6 +29,11 @@ def has_window(link: object) -> TypeGuard[SupportsWindow]:
 def has_map(link: object) -> TypeGuard[SupportsMap]:
     """Whether the link maps private memory of a range."""
     return _has(link, "map")
+
+
+def has_map_through(link: object) -> TypeGuard[SupportsMapThrough]:
+    """Whether the link maps memory of a segment that is still to be written."""
+    return _has(link, "map_through") and _has(link, "make_private")
 
 
 def has_registration(link: object) -> TypeGuard[SupportsRegistration]:

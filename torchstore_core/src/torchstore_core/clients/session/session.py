@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection
 
+from torchstore_core.clients.session.allocation import Allocation
 from torchstore_core.clients.session.channel import Channel
 from torchstore_core.clients.session.handshake import (
     Ranks,
@@ -94,6 +95,8 @@ class Session:
         # Only atomic operations: finalizers change these in any thread and at any moment.
         self._uses: set[int] = set()  # calls in progress, by their id()
         self._unfinished: set[int] = set()  # puts that may outlast their call
+        #: Memory that tensors of this process fill in place, by its address.
+        self.allocations: dict[int, Allocation] = {}
         #: Leases of calls in progress.
         self.leases_in_use: set[int] = set()
         self._channels_lost = False
@@ -544,7 +547,11 @@ class Session:
         self._reclaimer.after_fork_in_parent()
 
     def after_fork_in_child(self) -> None:
-        """Close everything that belongs to the parent, except what inherited mappings need."""
+        """Close everything that belongs to the parent, except what inherited mappings need. What is
+        still the parent's to fill is copied.
+        """
+        while self.allocations:
+            self.allocations.popitem()[1].make_own()
         for channel in self._open_channels():
             channel.discard()
         for volume in self.volumes:

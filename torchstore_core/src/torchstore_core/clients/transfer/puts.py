@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Sequence
-from typing import TypeVar
 
 import msgspec
 
@@ -16,16 +15,16 @@ from torchstore_core.clients.moving.batches import Batch
 from torchstore_core.clients.session.channel import QUICK_ENTRIES, Channel
 from torchstore_core.clients.session.held_ref import Lent
 from torchstore_core.clients.session.session import Session
+from torchstore_core.clients.transfer.allocations import allocation_of, seal
 from torchstore_core.clients.transfer.columns.batches import ColumnsPut
 from torchstore_core.clients.transfer.columns.sources import TensorColumns
+from torchstore_core.clients.transfer.granting import begin_put
 from torchstore_core.clients.transfer.moves import put_batches
 from torchstore_core.clients.transfer.sources import Source, inline_bytes, release
-from torchstore_core.errors import StoreFullError, TorchStoreError
+from torchstore_core.errors import TorchStoreError
 from torchstore_core.values import ObjectRef
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.columns import in_a_row
-
-R = TypeVar("R", bound=m.Message)
 
 
 class PutOptions(msgspec.Struct, frozen=True, gc=False):
@@ -72,6 +71,10 @@ async def put_sources(
     Returns:
         The reply, with the version of each source; for a state dict, a single one.
     """
+    if session.allocations and (found := allocation_of(session, sources, how)) is not None:
+        sealed = await seal(session, channel, found, sources[0].key, clock, how)
+        if sealed is not None:
+            return sealed
     if rides_in_message(session, sources, nbytes):
         if type(sources) is TensorColumns:
             sources = sources.sources()
@@ -79,7 +82,7 @@ async def put_sources(
         lent = InPut(session, channel, sources)
         put = how.request(channel.next_id(), session.next_id(), items, lent.send())
         try:
-            reply = await _begin(session, channel, put, len(items), m.Committed, clock)
+            reply = await begin_put(session, channel, put, len(items), m.Committed, clock)
         except BaseException:
             lent.undo(put.txn)
             raise
@@ -200,7 +203,7 @@ class Putting:
         lent = self._lent.send()
         put = self._how.request(self._channel.next_id(), self._txn, items, lent, columns)
         count = self._entries
-        granted = await _begin(self._session, self._channel, put, count, m.Granted, self.clock)
+        granted = await begin_put(self._session, self._channel, put, count, m.Granted, self.clock)
         self._grants = granted.grants
         self.clock.phase("plan")
 
@@ -275,26 +278,3 @@ class Putting:
                 self._session.abort(self._txn, unsettled)
             self._lent.take_back()
         self._session.end(self._txn)
-
-
-async def _begin(
-    session: Session,
-    channel: Channel,
-    put: m.Put | m.PutObject,
-    items: int,
-    expect: type[R],
-    clock: Clock,
-) -> R:
-    """Send a Put with so many items. Retry once if tensors or references that have just ended in
-    this process held the missing space.
-    """
-    quick = items <= QUICK_ENTRIES
-    try:
-        return await channel.call(put, expect, clock.left(), quick=quick)
-    except StoreFullError as full:
-        if not (full.details.get("leased_bytes") or full.details.get("held_bytes")):
-            raise
-        if not await session.wait_released(channel, clock.left()):
-            raise
-    again = msgspec.structs.replace(put, id=channel.next_id())
-    return await channel.call(again, expect, clock.left())

@@ -53,6 +53,7 @@ _decode = msgspec.msgpack.Decoder(
     | m.Rewind
     | m.PutObject
     | m.Commit
+    | m.Seal
     | m.Delete
     | m.Locate
     | m.LocateRefs
@@ -402,6 +403,14 @@ class RecordedController(Controller):
         finally:
             self._silent = False
 
+    def seal(self, session: SessionRecord, request: m.Seal, body: bytes = b"") -> list[int]:
+        self._append(_REQUEST, session.serial, body or _encode(request))
+        self._silent = True  # it may abort
+        try:
+            return super().seal(session, request)
+        finally:
+            self._silent = False
+
     def abort(
         self, session: SessionRecord, txn_ids: Iterable[int], *, remember: bool = False
     ) -> None:
@@ -629,6 +638,8 @@ class RecordedController(Controller):
                 return granted(0, *Controller.put(self, session, request))
             if kind is m.Commit:
                 return committed(0, Controller.commit(self, session, request.txn))
+            if kind is m.Seal:
+                return committed(0, Controller.seal(self, session, request))
             if kind is m.Delete:
                 return m.Deleted(0, Controller.delete(self, request.keys, request.strict))
             if kind is m.PutObject:

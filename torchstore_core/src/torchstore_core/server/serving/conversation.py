@@ -452,6 +452,9 @@ class Conversation:
     def _commit(self, request: m.Commit, session: SessionRecord, body: bytes) -> m.Reply:
         return committed(request.id, self._controller.commit(session, request.txn, body))
 
+    def _seal(self, request: m.Seal, session: SessionRecord, body: bytes) -> m.Reply:
+        return committed(request.id, self._controller.seal(session, request, body))
+
     def _locate(self, request: m.Locate, session: SessionRecord, body: bytes) -> m.Reply:
         entries, leased = self._controller.locate(session, request)
         if type(entries) is m.EntryColumns:
@@ -586,6 +589,7 @@ _ANSWERS: dict[
     m.Rewind: Conversation._put,
     m.PutObject: Conversation._put_object,
     m.Commit: Conversation._commit,
+    m.Seal: Conversation._seal,
     m.Locate: Conversation._locate,
     m.LocateRefs: Conversation._locate,
     m.LocateKeys: Conversation._locate,

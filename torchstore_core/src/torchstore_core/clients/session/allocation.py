@@ -1,0 +1,56 @@
+"""Memory of a store that a client fills in place. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+
+from torchstore_core.contracts.transport import Mapping, SupportsMapThrough
+from torchstore_core.machine.virtual_memory import make_own
+from torchstore_core.values import TensorMeta
+
+
+class Allocation:
+    """A mapping of memory that was granted to an unfinished put, for one tensor.
+
+    Args:
+        txn: the put.
+        meta: of the tensor.
+        place: the volume, the segment, and the offset of the memory.
+        link: that has mapped it.
+
+    Attributes:
+        address: of the tensor's first byte.
+        owner: of the mapping, as a weak reference: the tensors on it keep it alive.
+    """
+
+    def __init__(
+        self,
+        txn: int,
+        meta: TensorMeta,
+        place: tuple[int, int, int],
+        link: SupportsMapThrough,
+        mapping: Mapping,
+    ) -> None:
+        self.txn = txn
+        self.meta = meta
+        self.volume, self._segment, self._offset = place
+        self.address, self._before, self.nbytes = mapping.address, mapping.offset, mapping.nbytes
+        self.owner = weakref.ref(mapping.owner)
+        self._link = link
+
+    def make_private(self) -> None:
+        """From now on, what is written to the tensor is not in the store.
+
+        Raises:
+            TransportError: the link is closed, or the kernel refuses it.
+        """
+        mapping = Mapping(self.address, self._before, self.nbytes, self.owner())
+        self._link.make_private(self._segment, self._offset, mapping)
+
+    def make_own(self) -> bool:
+        """Give the tensor memory of its own, with the same bytes. False: there is none."""
+        with contextlib.suppress(OSError):
+            make_own(self.nbytes, self.address)
+            return True
+        return False

@@ -1,0 +1,184 @@
+"""Tensors that are made in the memory of a store, and are put without a copy.
+
+The memory is that of a put which stays unfinished until the tensor is put, or dies. The tensor is
+on a mapping of its own, and what is written to it is in the segment, until it is put: then the
+mapping is made private, as that of a zero-copy get, and the put is committed under its key.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchstore_core.clients.calls.clock import Clock
+from torchstore_core.clients.session.abilities import has_map_through
+from torchstore_core.clients.session.allocation import Allocation
+from torchstore_core.clients.session.channel import Channel
+from torchstore_core.clients.session.link_errors import link_errors
+from torchstore_core.clients.session.session import Session
+from torchstore_core.clients.transfer.granting import begin_put
+from torchstore_core.clients.transfer.sources import Source, prepare_tensor
+from torchstore_core.clients.values.tensors import from_buffer
+from torchstore_core.contracts.transport import Mapping, SupportsMapThrough
+from torchstore_core.errors import TorchStoreError, TransportError, UnsupportedValueError
+from torchstore_core.machine import copying
+from torchstore_core.machine.virtual_memory import populate_write
+from torchstore_core.values import TensorMeta
+from torchstore_core.wire import messages as m
+
+if TYPE_CHECKING:
+    from torchstore_core.clients.transfer.puts import PutOptions
+
+# Less than this is copied sooner than it is mapped.
+_LEAST_BYTES = 256 << 10
+_KEY = f"{m.HIDDEN}allocated"  # until it has another one
+
+
+def plain_empty(shape: int | Sequence[int], dtype: torch.dtype | None) -> torch.Tensor:
+    """A tensor in ordinary memory, of which nothing has been touched yet.
+
+    Raises:
+        UnsupportedValueError: there is none like that.
+    """
+    try:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UnsupportedValueError(f"empty({shape!r}, dtype={dtype}): {error}") from error
+
+
+async def allocate(
+    session: Session, channel: Channel, blank: torch.Tensor, clock: Clock
+) -> torch.Tensor:
+    """Make a tensor like ``blank`` in memory of the store. Returns ``blank`` if it is small, or if
+    this process has no memory in common with the volume that would have it, or several would.
+
+    Raises:
+        StoreFullError: there is no room.
+        UnsupportedValueError: it could not be stored.
+    """
+    meta, nbytes = prepare_tensor("empty", blank).meta, blank.nbytes
+    if nbytes < _LEAST_BYTES or not isinstance(meta, TensorMeta):
+        return blank
+    txn = session.begin()
+    done = False
+    try:
+        put = m.Put(channel.next_id(), txn, [m.PutItem(_KEY, meta, nbytes)])
+        granted = await begin_put(session, channel, put, 1, m.Granted, clock)
+        clock.phase("plan")
+        found = await _mapped(session, granted.grants, nbytes)
+        if found is None:
+            return blank
+        link, grant, mapping = found
+        tensor = from_buffer(mapping.owner, mapping.offset, tuple(blank.shape), blank.dtype)
+        place = grant.volume, grant.segment, grant.offset
+        allocation = Allocation(txn, meta, place, link, mapping)
+        session.allocations[mapping.address] = allocation
+        weakref.finalize(mapping.owner, _died, session, allocation).atexit = False
+        clock.phase("copy")
+        done = True
+        return tensor
+    finally:
+        if not done:
+            _abort(session, channel, txn)
+
+
+async def _mapped(
+    session: Session, grants: Sequence[m.Grant | None], nbytes: int
+) -> tuple[SupportsMapThrough, m.Grant, Mapping] | None:
+    grant = grants[0]
+    if len(grants) != 1 or grant is None:
+        return None
+    links = session.volumes[grant.volume]
+    with links.in_use():
+        candidates = links.candidates(nbytes)
+        if not candidates:
+            return None
+        try:
+            link: object = await links.connect(candidates[0])
+            if not has_map_through(link):
+                return None
+            with link_errors():
+                mapping = link.map_through(grant.segment, grant.offset, nbytes)
+        except TransportError:  # a put goes another way
+            return None
+        start = mapping.address - mapping.offset
+        fill = partial(populate_write, start, mapping.offset + nbytes)
+        await copying.run([fill], nbytes)
+        return link, grant, mapping
+
+
+def _died(session: Session, allocation: Allocation) -> None:
+    """The tensor is gone. If it was not put, its memory is free."""
+    if session.allocations.get(allocation.address) is allocation:
+        del session.allocations[allocation.address]
+    session.abort_if_unfinished(allocation.txn)
+
+
+def _abort(session: Session, channel: Channel, txn: int) -> None:
+    try:
+        channel.send(m.Abort([txn]))
+    except TorchStoreError:
+        session.abort(txn)
+    session.end(txn)
+
+
+def allocation_of(session: Session, sources: object, how: PutOptions) -> Allocation | None:
+    """The allocation that a put of these sources fills, if it only has to be committed."""
+    if type(sources) is not list or len(sources) != 1 or how.version or how.group is not None:
+        return None
+    source: Source = sources[0]
+    tensor = source.tensor
+    if tensor is None or source.part is not None or source.cast is not None or not tensor.is_cpu:
+        return None
+    found = session.allocations.get(tensor.data_ptr())
+    if found is None or found.meta != source.meta or not tensor.is_contiguous():
+        return None
+    is_there = found.owner() is not None and not session.volumes[found.volume].lost
+    return found if is_there else None
+
+
+async def seal(
+    session: Session,
+    channel: Channel,
+    allocation: Allocation,
+    key: str,
+    clock: Clock,
+    how: PutOptions,
+) -> m.Committed | None:
+    """Put a tensor that was allocated in the store. None: it has to be copied after all.
+
+    If this fails, or is cancelled, the tensor has memory of its own, and the put is undone.
+    """
+    owner = allocation.owner()
+    lease = session.next_id()
+    try:
+        with link_errors():
+            allocation.make_private()
+    except TransportError:
+        return None
+    session.allocations.pop(allocation.address, None)
+    session.leases_in_use.add(lease)
+    try:
+        hold, where = how.held_as or (0, "")
+        name = "" if how.held_as else key
+        number = channel.next_id()
+        request = m.Seal(number, allocation.txn, name, lease, hold, where, how.when_full)
+        reply = await channel.call(request, m.Committed, clock.left(), quick=True)
+    except BaseException:
+        if allocation.make_own():
+            _abort(session, channel, allocation.txn)
+            session.release(lease)
+        else:  # until the tensor dies
+            session.hold(owner, lease, None)
+        raise
+    else:
+        session.hold(owner, lease, None)
+        session.end(allocation.txn)
+    finally:
+        session.leases_in_use.discard(lease)
+    clock.phase("commit")
+    return reply
