@@ -42,6 +42,7 @@ FUNCTIONS = [
     "status",
     "explain",
     "put_object",
+    "empty",
     "hold",
     "wait_any",
     "free",
@@ -183,6 +184,8 @@ async def test_every_operation_by_store_name_and_on_a_client():
             held, made = await do("hold", "t"), await do("put_object", [1, 2])
             assert held.ref == ref
             assert await do("get", made) == [1, 2]
+            blank = await do("empty", (3, 5), dtype=torch.int16)
+            assert (tuple(blank.shape), blank.dtype) == ((3, 5), torch.int16)
             assert await do("wait_any", ["later", made]) == ([made], ["later"])
             assert len(await do("refs")) == 2
             assert await do("free", [made, held]) == 2

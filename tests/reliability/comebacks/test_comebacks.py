@@ -106,6 +106,36 @@ async def test_everything_acknowledged_is_there_again(store: ts.Client) -> None:
     await until(lambda: _leased(0))
 
 
+async def test_what_is_being_made_in_the_store_stays_whose_it_is(store: ts.Client) -> None:
+    """Its memory is given to nobody else, and it is put in it, by a server that knows neither."""
+    tensor = (await ts.empty(MB)).fill_(1)
+    sealed = (await ts.empty(MB)).fill_(2)
+    ref = await ts.put_object(sealed)
+    await lose_the_server()
+    for fill in range(4):
+        await ts.put("other", torch.full((8 * MB,), float(fill)))
+    assert (tensor == 1).all()
+    assert (sealed == 2).all()
+    before = (await account()).used
+    await ts.put("t", tensor)
+    assert (await account()).used == before, "it was copied"
+    tensor.fill_(3)
+    await lose_the_server()
+    assert (await ts.get("t") == 1).all()
+    assert (await ts.get(ref) == 2).all()
+    assert (await ts.get("other") == 3).all()
+    unput = await ts.empty(MB)
+    await lose_the_server()
+    del tensor, sealed, ref, unput
+    gc.collect()
+    await ts.delete_batch(await ts.keys())
+    await until(lambda: _equal_used(0))
+
+
+async def _equal_used(expected: int) -> bool:
+    return (await account()).used == expected
+
+
 async def _equal(expected: Any) -> bool:
     return await account() == expected
 

@@ -240,6 +240,40 @@ def test_requests_are_recorded_as_they_arrived() -> None:
         log.close()
 
 
+def test_what_was_sealed_has_its_key_and_its_lease_again() -> None:
+    """And what is still to be, its memory."""
+    with volumes(1 << 20) as there:
+        log = Log()
+
+        def made() -> RecordedController:
+            again = [VolumeRecord(v.info, v.memory, v.halves) for v in there]
+            one = RecordedController(log, again, singleton(), prefault=False)
+            one.restore()
+            return one
+
+        controller = made()
+        session = controller.open_session(facts(), HERE)
+        for number in (1, 2, 3):
+            put = m.Put(number, number, [m.PutItem("not yet", META, 4096)])
+            assert controller.put(session, put)[1] is not None
+        assert controller.seal(session, m.Seal(4, 1, "key", 7)) == [1]
+        before = state_of(controller)
+        assert state_of(made()) == before
+        (number,) = controller.seal(session, m.Seal(5, 2, "", 8, 9, "a line"))
+        again = made()
+        answers = again.results[session.token]
+        assert answers["Seal", 1] == m.Committed(0, [1])
+        assert answers["Seal", 2] == m.Committed(0, [number])
+        session = again.sessions[session.token]
+        assert session.holds[9].version.version == number
+        again.delete(["key"], strict=True)
+        assert again.volumes[0].leased == 2 * 4096
+        assert again.volumes[0].unfinished == 4096
+        again.close_session(session)
+        assert not again.volumes[0].used
+        log.close()
+
+
 async def test_a_log_that_begins_with_a_large_state_is_not_written_anew_at_once() -> None:
     """When the server comes back, that would cost the first requests most."""
     with volumes(64 << 20) as there:

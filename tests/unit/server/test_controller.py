@@ -364,6 +364,30 @@ class ControllerMachine(RuleBasedStateMachine):
         versions = self.controller.commit(client.record, txn)
         self.commit_all(client.txns.pop(txn), versions)
 
+    @rule(data=st.data(), key=st.sampled_from(KEYS))
+    def seal(self, data: st.DataObject, key: str) -> None:
+        """Commit a put of one value that gets its key now, and lease it."""
+        client = self.client(data, having="txns")
+        if data.draw(st.booleans(), "alone"):
+            self.begin(client, txn := self.new_id(data), [("not yet", data.draw(Size, "size"))])
+        else:
+            (txn,) = self.ids(data, client.txns, most=1)
+        lease = self.new_id(data)
+        request = m.Seal(1, txn, key, lease)
+        values = client.txns.get(txn, [])
+        early = len(values) == 1 and lease in client.given_back
+        if len(values) != 1 or lease in client.leases or early:
+            with self.refused(ProtocolError):
+                self.controller.seal(client.record, request)
+            if early:
+                client.given_back.remove(lease)
+            return
+        versions = self.controller.seal(client.record, request)
+        (value,) = client.txns.pop(txn)
+        value.key, value.pins = key, value.pins + 1
+        client.leases[lease] = [value]
+        self.commit_all([value], versions)
+
     @rule(data=st.data(), remember=st.booleans())
     def abort(self, data: st.DataObject, remember: bool) -> None:
         client = self.client(data, having="txns")

@@ -22,7 +22,7 @@ from torchstore_core.clients.session.held_ref import HeldRef, caller
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.state_dicts import getting
 from torchstore_core.clients.state_dicts.putting import PendingPut, plan_put
-from torchstore_core.clients.transfer.allocations import allocate, plain_empty
+from torchstore_core.clients.transfer.allocations import allocate, blank
 from torchstore_core.clients.transfer.columns.gets import Named, names_and_tensors
 from torchstore_core.clients.transfer.columns.sources import (
     TensorColumns,
@@ -240,9 +240,9 @@ class Client(VolumeOperations):
         """
         with self._watch("empty", timeout) as clock:
             check_no_fake_mode()
-            blank = plain_empty(shape, dtype)
+            like = blank(shape, dtype)
             session, channel = self._here(clock) or await self._join(clock)
-            return await allocate(session, channel, blank, clock)
+            return await allocate(session, channel, like, clock)
 
     async def put_batch(
         self,

@@ -7,9 +7,9 @@ mapping is made private, as that of a zero-copy get, and the put is committed un
 
 from __future__ import annotations
 
+import errno
 import weakref
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,13 +21,12 @@ from torchstore_core.clients.session.channel import Channel
 from torchstore_core.clients.session.link_errors import link_errors
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.transfer.granting import begin_put
-from torchstore_core.clients.transfer.sources import Source, prepare_tensor
-from torchstore_core.clients.values.tensors import from_buffer
+from torchstore_core.clients.transfer.sources import Source
+from torchstore_core.clients.values.tensors import describe, dtype_of, from_buffer
 from torchstore_core.contracts.transport import Mapping, SupportsMapThrough
 from torchstore_core.errors import TorchStoreError, TransportError, UnsupportedValueError
 from torchstore_core.machine import copying
-from torchstore_core.machine.virtual_memory import populate_write
-from torchstore_core.values import TensorMeta
+from torchstore_core.machine.virtual_memory import populate_read
 from torchstore_core.wire import messages as m
 
 if TYPE_CHECKING:
@@ -38,31 +37,32 @@ _LEAST_BYTES = 256 << 10
 _KEY = f"{m.HIDDEN}allocated"  # until it has another one
 
 
-def plain_empty(shape: int | Sequence[int], dtype: torch.dtype | None) -> torch.Tensor:
-    """A tensor in ordinary memory, of which nothing has been touched yet.
+def blank(shape: int | Sequence[int], dtype: torch.dtype | None) -> torch.Tensor:
+    """A tensor without memory, which says what is to be made.
 
     Raises:
-        UnsupportedValueError: there is none like that.
+        UnsupportedValueError: there is none like that, or it could not be stored.
     """
     try:
-        return torch.empty(shape, dtype=dtype, device="cpu")
+        like = torch.empty(shape, dtype=dtype, device="meta")
     except (TypeError, ValueError, RuntimeError) as error:
         raise UnsupportedValueError(f"empty({shape!r}, dtype={dtype}): {error}") from error
+    dtype_of(describe(like), "empty")
+    return like
 
 
 async def allocate(
-    session: Session, channel: Channel, blank: torch.Tensor, clock: Clock
+    session: Session, channel: Channel, like: torch.Tensor, clock: Clock
 ) -> torch.Tensor:
-    """Make a tensor like ``blank`` in memory of the store. Returns ``blank`` if it is small, or if
-    this process has no memory in common with the volume that would have it, or several would.
+    """Make a tensor like that in memory of the store; in ordinary memory if it is small, or if this
+    process has none in common with the volume that would have it, or several would.
 
     Raises:
         StoreFullError: there is no room.
-        UnsupportedValueError: it could not be stored.
     """
-    meta, nbytes = prepare_tensor("empty", blank).meta, blank.nbytes
-    if nbytes < _LEAST_BYTES or not isinstance(meta, TensorMeta):
-        return blank
+    meta, nbytes = describe(like), like.nbytes
+    if nbytes < _LEAST_BYTES:
+        return torch.empty_like(like, device="cpu")
     txn = session.begin()
     done = False
     try:
@@ -71,9 +71,9 @@ async def allocate(
         clock.phase("plan")
         found = await _mapped(session, granted.grants, nbytes)
         if found is None:
-            return blank
+            return torch.empty_like(like, device="cpu")
         link, grant, mapping = found
-        tensor = from_buffer(mapping.owner, mapping.offset, tuple(blank.shape), blank.dtype)
+        tensor = from_buffer(mapping.owner, mapping.offset, meta.shape, like.dtype)
         place = grant.volume, grant.segment, grant.offset
         allocation = Allocation(txn, meta, place, link, mapping)
         session.allocations[mapping.address] = allocation
@@ -106,9 +106,15 @@ async def _mapped(
         except TransportError:  # a put goes another way
             return None
         start = mapping.address - mapping.offset
-        fill = partial(populate_write, start, mapping.offset + nbytes)
+        failed: list[int] = []
+
+        def fill() -> None:
+            failed.append(populate_read(start, mapping.offset + nbytes))
+
         await copying.run([fill], nbytes)
-        return link, grant, mapping
+        # An older kernel (EINVAL) leaves that to page faults. Otherwise the host has no memory for
+        # it, which a put would notice as well.
+        return None if failed[0] not in (0, errno.EINVAL) else (link, grant, mapping)
 
 
 def _died(session: Session, allocation: Allocation) -> None:
