@@ -28,8 +28,7 @@ from torchstore_core.server.index.records import (
     Manifest,
     Stored,
     Value,
-    all_values,
-    release,
+    release_version,
 )
 from torchstore_core.server.index.timelines import Timelines
 
@@ -122,7 +121,7 @@ class Catalog:
                 if base in self.timelines:
                     stored = self.newest.get(base)
                     of = self.timelines.of(base, version)
-                    if type(stored) is Manifest and name in stored.entries:
+                    if type(stored) is Manifest and stored.entry(name) is not None:
                         return of
                     found = found or of
             return found
@@ -143,8 +142,8 @@ class Catalog:
                 stored = None if history is None else history.kept.get(version)
             if version and stored is None and (held := self.held_version(base, version)):
                 stored = held.stored
-            if type(stored) is Manifest and name in stored.entries:
-                return stored.entries[name], stored.version
+            if type(stored) is Manifest and (entry := stored.entry(name)) is not None:
+                return entry, stored.version
         return None
 
     def missing_error(self, keys: list[str]) -> KeyNotFoundError:
@@ -168,7 +167,7 @@ class Catalog:
         if not found:
             for base, name in splits(key):
                 there = self._all_versions(base)
-                found = [v for v, s in there if type(s) is Manifest and name in s.entries]
+                found = [v for v, s in there if type(s) is Manifest and s.entry(name) is not None]
                 if found:
                     break
         return found
@@ -230,7 +229,7 @@ class Catalog:
                 fresh.append(key)
             else:
                 value.version = old.version + 1
-                freed += release(all_values(old))
+                freed += release_version(old)
             newest[key] = value
         if fresh:
             self.names.add(fresh)
@@ -293,7 +292,7 @@ class Catalog:
         if stored is not None:
             del self.newest[key]
             self.names.remove(key)
-            freed += release(all_values(stored))
+            freed += release_version(stored)
         if history is not None:
             del self.histories[key]
             last = max([last, history.dropped, *history.pending, self.timelines.forget(key)])
@@ -302,7 +301,7 @@ class Catalog:
             for generation in history.pending.values():
                 freed += generation.discard()
             for old in history.kept.values():
-                freed += release(all_values(old))
+                freed += release_version(old)
         self._bury(key, last)
         return freed
 
