@@ -176,12 +176,8 @@ class Manifest(msgspec.Struct, eq=False):
         """Nothing holds the version any more. Returns the values that nothing holds any more."""
         newer, older = self.newer, self.older
         self.newer = self.older = None
-        gone = list(self._entries.values())
-        if newer is None and older is not None:  # which is the newest now
-            gone = _go_back(self._entries, self._paths, older.replaced)
-            older._entries, older._paths = self._entries, self._paths
-            older.newer, older.replaced = None, {}
-        elif newer is not None:
+        gone: list[Entry] = []
+        if newer is not None:
             newer.older = older
             if older is not None:
                 older.newer = newer
@@ -190,6 +186,12 @@ class Manifest(msgspec.Struct, eq=False):
                     older.replaced[name] = before
                 elif before[0] is not None:
                     gone.append(before[0])
+        elif older is not None:  # which is the newest now
+            gone = _go_back(self._entries, self._paths, older.replaced)
+            older._entries, older._paths = self._entries, self._paths
+            older.newer, older.replaced = None, {}
+        else:
+            gone += self._entries.values()
         self._entries, self._paths, self.replaced = {}, {}, {}
         return release(_values_of(gone))
 
