@@ -116,6 +116,9 @@ class Sharing(RuleBasedStateMachine):
         if not hasattr(self, "store"):
             return
         assert self.store.catalog.versions("k") == list(self.readable)
+        for name in "abcdef":
+            having = [version for version, one in self.readable.items() if name in one]
+            assert self.store.catalog.versions(f"k/{name}") == having
         for version, expected in self.readable.items():
             assert content(self.store, version=version) == _bytes(expected)
             fetch = m.Fetch(1, 1, "k", version, None, 1 << 62)

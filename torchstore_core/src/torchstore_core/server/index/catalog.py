@@ -166,8 +166,7 @@ class Catalog:
         found = [v for v, _ in self._all_versions(key)]
         if not found:
             for base, name in splits(key):
-                there = self._all_versions(base)
-                found = [v for v, s in there if type(s) is Manifest and s.entry(name) is not None]
+                found = _having(name, self._all_versions(base))
                 if found:
                     break
         return found
@@ -327,3 +326,23 @@ class Catalog:
         if len(self._deleted) > _MAX_DELETED:
             forgotten = next(iter(self._deleted))
             self._version_floor = max(self._version_floor, self._deleted.pop(forgotten))
+
+
+def _having(name: str, there: Sequence[tuple[int, Stored]]) -> list[int]:
+    """Of the versions of a key, in ascending order, those that are state dicts with that entry.
+    Each is looked at once, however many make a chain.
+    """
+    found: list[int] = []
+    newer: Stored | None = None
+    has = False
+    for version, stored in reversed(there):
+        if type(stored) is not Manifest:
+            has = False
+        elif stored.newer is None or stored.newer is not newer:
+            has = stored.entry(name) is not None
+        elif name in stored.replaced:
+            has = stored.replaced[name][0] is not None
+        if has:
+            found.append(version)
+        newer = stored
+    return found[::-1]

@@ -166,7 +166,10 @@ def _count(stored: Stored, value: Value) -> int:
 def _held_beside(readable: Collection[Stored]) -> Iterator[Manifest]:
     """State dicts that references hold, and that may share values with those that can be read."""
     ours = {id(stored): stored for stored in readable if type(stored) is Manifest}
-    every = {id(one): one for stored in ours.values() for one in stored.chain()}
+    every: dict[int, Manifest] = {}
+    for at, stored in ours.items():
+        if at not in every:
+            every |= {id(one): one for one in stored.chain()}
     return (one for at, one in every.items() if one.holders > (at in ours))
 
 
