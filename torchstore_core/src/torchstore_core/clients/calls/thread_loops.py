@@ -6,8 +6,9 @@ threads takes longer than a small put. Torch-free.
 
 from __future__ import annotations
 
+# ``signal`` without its conversions to enums, which take longer than what is asked for.
+import _signal  # type: ignore[import-not-found]
 import asyncio
-import importlib
 import os
 import selectors
 import signal
@@ -21,8 +22,6 @@ from torchstore_core.errors import ConfigurationError
 from torchstore_core.machine.threads import start_thread
 
 T = TypeVar("T")
-# Without the conversion to enums, which takes longer than what is asked for.
-_signal: Any = importlib.import_module("_signal")
 # By these a program is told to end, or that its time is up: their handlers often raise.
 _SIGNALS = tuple(
     int(getattr(signal, f"SIG{name}"))
