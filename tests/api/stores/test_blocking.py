@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import inspect
 import os
 import signal
@@ -11,6 +13,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -306,6 +309,25 @@ def test_an_alarm_that_raises_ends_a_call(bare: blocking.Client, raises_out_of_t
         blocking.wait("never")
     blocking.put("k", LARGE)
     assert torch.equal(blocking.get("k"), LARGE)
+
+
+def test_what_a_handler_raises_keeps_nothing_of_the_call(raises_out_of_time: None) -> None:
+    """Of a get, that was a lease of the memory."""
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    async def gets() -> torch.Tensor:
+        tensor = torch.ones(3)
+        kept.append(weakref.ref(tensor))
+        asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGALRM)
+        return tensor
+
+    gc.disable()
+    try:
+        with contextlib.suppress(_OutOfTimeError):
+            thread_loops.run(gets(), "get")
+        assert kept[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_a_handler_that_sets_another_one_within_a_call_is_obeyed() -> None:

@@ -171,23 +171,26 @@ def _run_interruptible(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -
     for signum, (_, ours) in handlers.items():
         _signal.signal(signum, ours)
     try:
-        result = _run(loop, task)
+        _run(loop, task)
     except asyncio.CancelledError:
         if raised is None:
             raise
     except Exception as error:
         if raised is None:
             raise
-        raise raised from error
+        raised.__cause__ = error
     finally:
         over = True
         for signum, (handler, ours) in handlers.items():
             if _signal.getsignal(signum) is ours:  # a handler may have set another one
                 _signal.signal(signum, handler)
-    if raised is not None:
-        _drain(loop)  # the cancellation may have come too late, and would keep the task
+    if raised is None:
+        return task.result()
+    _drain(loop)  # the cancellation may have come too late, and would keep the task
+    try:
         raise raised
-    return result
+    finally:
+        raised = None  # its traceback has this frame: the cycle would keep what the call has got
 
 
 async def in_thread(call: Callable[[], T]) -> T:
