@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Hashable, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -65,12 +65,18 @@ _MANY_OBJECTS = 50_000
 _HERE = Path(__file__).parent
 _API = _HERE / "tests/api"
 _DEATHS = _HERE / "plugins/torchstore-monarch/tests/faults"
+# These lose processes of the same two jobs; the last of them leave no worker to others.
+_ONE_PROCESS = tuple(
+    f"plugins/torchstore-monarch/tests/faults/test_{name}.py::"
+    for name in ("comebacks", "controllers", "killed_hosts", "kills")
+)
 # About how servers start, and die.
 _STARTS = {_API / "stores/test_lifecycle.py", _HERE / "tests/reliability/deaths"}
 _APART_TESTS = {
     _HERE / f"plugins/torchstore-{name}/tests" for name in ("gloo", "rdma", "torchcomms")
 }
-_QUICK = {_API, _HERE / "tests/unit", _HERE / "plugins/torchstore-cli/tests"}
+_UNIT = _HERE / "tests/unit"
+_QUICK = {_API, _UNIT, _HERE / "plugins/torchstore-cli/tests"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -117,7 +123,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not _is_quick(item, folders[item.path]):
             item.add_marker("thorough")
     if not config.getoption("runtime"):
-        for item in _much_alike(items):
+        for item in [*_much_alike(items), *_other_pairs(items)]:
             item.add_marker("soak")
 
 
@@ -147,15 +153,47 @@ def _much_alike(items: list[pytest.Item]) -> Iterator[pytest.Item]:
         yield from alike[1:] if runtime == "spmd" else alike[:-1]
 
 
+def _other_pairs(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Of a test with each value of a parameter against each of another, those that run with the
+    soak tests alone: every value is in one of the others. Those of ``tests/unit`` take next to no
+    time.
+    """
+    by_test: dict[str, list[tuple[pytest.Item, list[Hashable]]]] = {}
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        if callspec is None or callspec.params.get("runtime", "local") != "local":
+            continue
+        if item.get_closest_marker("soak") is None and _UNIT not in item.path.parents:
+            sets = by_test.setdefault(item.nodeid.partition("[")[0], [])
+            sets.append((item, _independent(item, callspec.params)))
+    for sets in by_test.values():
+        kept = profiles.one_of_each([values for _, values in sets])
+        yield from (item for i, (item, _) in enumerate(sets) if i not in kept)
+
+
+def _independent(item: pytest.Item, params: dict[str, object]) -> list[Hashable]:
+    """The values of each parameter. What one mark gives several of them belongs together."""
+    together = [marker.args[0] for marker in item.iter_markers("parametrize")]
+    groups = [
+        [name.strip() for name in (names.split(",") if isinstance(names, str) else names)]
+        for names in together
+    ]
+    apart = params.keys() - {name for group in groups for name in group}
+    groups += [[name] for name in sorted(apart)]
+    return [tuple(id(params[name]) for name in group) for group in groups]
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    """What is of one file stays together where several processes share the tests; what makes it
-    part of a Monarch job, apart from the rest.
+    """What is of one file stays together where several processes share the tests, and so do files
+    that share jobs; what makes it part of a Monarch job is apart from the rest.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith(_ONE_PROCESS):
+                return "killed"
             file = nodeid.partition("::")[0]
             return f"monarch: {file}" if _joins_a_job(nodeid) else file
 
