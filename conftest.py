@@ -65,11 +65,6 @@ _MANY_OBJECTS = 50_000
 _HERE = Path(__file__).parent
 _API = _HERE / "tests/api"
 _DEATHS = _HERE / "plugins/torchstore-monarch/tests/faults"
-# These lose processes of the same two jobs; the last of them leave no worker to others.
-_ONE_PROCESS = tuple(
-    f"plugins/torchstore-monarch/tests/faults/test_{name}.py::"
-    for name in ("comebacks", "controllers", "killed_hosts", "kills")
-)
 # About how servers start, and die.
 _STARTS = {_API / "stores/test_lifecycle.py", _HERE / "tests/reliability/deaths"}
 _APART_TESTS = {
@@ -185,15 +180,13 @@ def _independent(item: pytest.Item, params: dict[str, object]) -> list[Hashable]
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    """What is of one file stays together where several processes share the tests, and so do files
-    that share jobs; what makes it part of a Monarch job is apart from the rest.
+    """What is of one file stays together where several processes share the tests; what makes it
+    part of a Monarch job, apart from the rest.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            if nodeid.startswith(_ONE_PROCESS):
-                return "killed"
             file = nodeid.partition("::")[0]
             return f"monarch: {file}" if _joins_a_job(nodeid) else file
 

@@ -29,7 +29,7 @@ def register() -> None:
 
 def many() -> settings:
     """For hostile bytes: an example takes next to nothing, and few of them get far."""
-    return settings(max_examples=4 * settings().max_examples)
+    return settings(max_examples=2 * settings().max_examples)
 
 
 def each() -> settings:

@@ -144,11 +144,11 @@ async def _lose_more(job: Job) -> None:
         os.kill(server, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.soak)])
+@pytest.mark.soak
 @pytest.mark.timeout(900)
-async def test_under_load(one_host: Job, kills: int) -> None:
+async def test_under_load(one_host: Job) -> None:
     await one_host.root(acts.initialize, {**SPREAD, "capacity": 1 << 30})
-    await under_load(one_host, kills, random.randrange(1 << 30), _lose_the_controller)
+    await under_load(one_host, 30, random.randrange(1 << 30), _lose_the_controller)
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.soak)])
@@ -208,7 +208,7 @@ async def test_the_store_ends_with_what_it_cannot_do_without(one_host: Job, what
     assert not await one_host.at(0, acts.exists, "k")
 
 
-@pytest.mark.parametrize("later_s", [0.0, 1.0])
+@pytest.mark.parametrize("later_s", [0.0, pytest.param(1.0, marks=pytest.mark.soak)])
 async def test_a_shutdown_meanwhile(one_host: Job, later_s: float) -> None:
     """While it dies, and while another one starts."""
     before = one_host.processes()

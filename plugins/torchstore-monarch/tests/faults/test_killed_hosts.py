@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import AsyncIterator
 from typing import Any
 
 import psutil
@@ -13,6 +14,7 @@ from tests.monarch.jobs import Job
 from tests.monarch.losses import (
     AT_ONCE_S,
     MB,
+    end_store,
     is_lost,
     leased_nothing,
     put_hold_and_die,
@@ -23,6 +25,13 @@ from tests.support import until
 
 import torchstore_core as ts
 from torchstore_core.testing.timers import within
+
+
+@pytest.fixture
+async def two_hosts(hosts: Job) -> AsyncIterator[Job]:
+    """A worker on each of two hosts; all tests here have stores of their own in the same job."""
+    yield hosts
+    await end_store(hosts)
 
 
 @pytest.mark.soak

@@ -36,7 +36,7 @@ async def _end(job: Job, how: str) -> int:
 @pytest.mark.parametrize(
     ("how", "status"),
     [
-        ("normally", 0),
+        pytest.param("normally", 0, marks=pytest.mark.soak),
         pytest.param("exception", 1, marks=pytest.mark.soak),
         ("kill -9", -signal.SIGKILL),
     ],

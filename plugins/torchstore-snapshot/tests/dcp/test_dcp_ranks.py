@@ -105,7 +105,9 @@ async def test_a_save_in_a_thread(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("kind", "job"), [("snapshot", "other"), ("store", "one")])
+@pytest.mark.parametrize(
+    ("kind", "job"), [pytest.param("snapshot", "other", marks=pytest.mark.soak), ("store", "one")]
+)
 async def test_a_save_in_a_process(
     jobs: Jobs, tmp_path: Path, store: blocking.Client, kind: str, job: str
 ) -> None:
