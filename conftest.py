@@ -70,6 +70,8 @@ _STARTS = {_API / "stores/test_lifecycle.py", _HERE / "tests/reliability/deaths"
 _APART_TESTS = {
     _HERE / f"plugins/torchstore-{name}/tests" for name in ("gloo", "rdma", "torchcomms")
 }
+# What clients do, whatever the server's runtime is.
+_CLIENTS = {_API / "keys", _API / "state_dicts", _API / "values"}
 _UNIT = _HERE / "tests/unit"
 _QUICK = {_API, _UNIT, _HERE / "plugins/torchstore-cli/tests"}
 
@@ -135,17 +137,24 @@ def _is_quick(item: pytest.Item, folders: frozenset[Path]) -> bool:
 def _much_alike(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     """Tests of the public API that run with the soak tests alone: with ``spmd``, the first set of
     parameters of each test is enough, with ``monarch`` the last. Runtimes differ in how a store
-    starts, and then all values take the same way.
+    starts, and then all values take the same way: tests of values and names take turns, one with
+    ``spmd``, the next with ``monarch``.
     """
-    by_test: dict[tuple[str, object], list[pytest.Item]] = {}
+    by_test: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
         callspec = getattr(item, "callspec", None)
         runtime = callspec.params.get("runtime", "local") if callspec is not None else "local"
         if runtime != "local":
             test = item.nodeid.partition("[")[0]
-            by_test.setdefault((test, runtime), []).append(item)
+            by_test.setdefault((test, str(runtime)), []).append(item)
+    turns: dict[tuple[Path, str], Iterator[int]] = {}
     for (_, runtime), alike in by_test.items():
-        yield from alike[1:] if runtime == "spmd" else alike[:-1]
+        path = alike[0].path
+        turn = next(turns.setdefault((path, runtime), itertools.count(runtime == "monarch")))
+        if turn % 2 and not _CLIENTS.isdisjoint(path.parents):
+            yield from alike
+        else:
+            yield from alike[1:] if runtime == "spmd" else alike[:-1]
 
 
 def _other_pairs(items: list[pytest.Item]) -> Iterator[pytest.Item]:
