@@ -189,7 +189,7 @@ async def test_the_server_dies_with_it(two_hosts: Job) -> None:
     assert [v.pid for v in after.volumes] == [v.pid for v in before.volumes]
 
 
-@pytest.mark.parametrize("what", ["keeper", "switchboard"])
+@pytest.mark.parametrize("what", [pytest.param("keeper", marks=pytest.mark.soak), "switchboard"])
 async def test_the_store_ends_with_what_it_cannot_do_without(one_host: Job, what: str) -> None:
     await one_host.root(acts.initialize)
     await one_host.at(0, acts.put_ones, "k", MB)
@@ -244,6 +244,7 @@ async def test_it_is_killed_while_the_store_starts(one_host: Job, started: bool)
     await until(lambda: one_host.processes() <= before and not one_host.directories(), 10)
 
 
+@pytest.mark.soak
 async def test_the_program_dies_with_it() -> None:
     """Nobody starts another one, and nothing waits for it."""
     with Job(workers=1) as job:

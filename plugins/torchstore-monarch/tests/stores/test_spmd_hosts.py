@@ -148,7 +148,10 @@ def four() -> Iterator[Ranks]:
     ("strategy", "order", "places"),
     [
         ("local-rank", [0, 1, 2, 3], {f"torchstore-{rank} host{rank // 2}" for rank in _RANKS}),
-        ("host", [3, 2, 1, 0], {"torchstore-0 host0", "torchstore-1 host1"}),
+        pytest.param(
+            *("host", [3, 2, 1, 0], {"torchstore-0 host0", "torchstore-1 host1"}),
+            marks=pytest.mark.soak,
+        ),
         pytest.param(None, [1, 0, 3, 2], {"torchstore-0 host0"}, marks=pytest.mark.soak),
     ],
 )

@@ -49,7 +49,15 @@ def layout(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-@pytest.mark.parametrize(("job", "mesh", "spec"), LAYOUTS, ids=layout)
+@pytest.mark.parametrize(
+    ("job", "mesh", "spec"),
+    # Each is read in all of them.
+    [
+        pytest.param(*each, marks=pytest.mark.soak if i % 2 else ())
+        for i, each in enumerate(LAYOUTS)
+    ],
+    ids=layout,
+)
 async def test_any_layout_loads_into_any_other(
     jobs: Jobs, tmp_path: Path, store: blocking.Client, job: str, mesh: list[int], spec: str
 ) -> None:
