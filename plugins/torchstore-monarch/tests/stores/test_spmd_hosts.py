@@ -189,6 +189,7 @@ async def test_a_killed_server_comes_back_and_ends_with_its_last_member(four: Ra
     await four.nothing_left()
 
 
+@pytest.mark.soak  # what spills is the same volume as in a job
 async def test_more_than_fits_is_on_the_disks_of_both_hosts(four: Ranks, tmp_path: Path) -> None:
     spills = {"spill": str(tmp_path), "spill_capacity": 256 << 20, "when_full": "spillable"}
     await four.start(strategy="host", keeper=True, **spills)
@@ -213,6 +214,7 @@ async def test_more_than_fits_is_on_the_disks_of_both_hosts(four: Ranks, tmp_pat
     await until(lambda: not list(tmp_path.iterdir()))
 
 
+@pytest.mark.soak
 async def test_sockets_that_somebody_removes_cost_no_volume(four: Ranks) -> None:
     await four.start(strategy="host")
     await asyncio.gather(*(four.do(rank, "put", f"of {rank}") for rank in _RANKS))
