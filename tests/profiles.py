@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 
 __all__ = ["each", "few", "half", "many", "one_of_each", "register"]
 
-_EXAMPLES = {"quick": 50, "ci": 100, "soak": 2000}
+_EXAMPLES = {"quick": 50, "ci": 75, "soak": 2000}
 
 
 def register() -> None:

@@ -173,6 +173,7 @@ async def test_what_one_host_puts_the_other_gets_whoever_leaves_first(
     await four.nothing_left()
 
 
+@pytest.mark.soak
 async def test_a_killed_server_comes_back_and_ends_with_its_last_member(four: Ranks) -> None:
     await four.start(strategy="host", keeper=True)
     await asyncio.gather(*(four.do(rank, "put", f"of {rank}") for rank in _RANKS))
