@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Hashable, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,10 @@ _STARTS = {_API / "stores/test_lifecycle.py", _HERE / "tests/reliability/deaths"
 _APART_TESTS = {
     _HERE / f"plugins/torchstore-{name}/tests" for name in ("gloo", "rdma", "torchcomms")
 }
-_QUICK = {_API, _HERE / "tests/unit", _HERE / "plugins/torchstore-cli/tests"}
+# What clients do, whatever the server's runtime is.
+_CLIENTS = {_API / "keys", _API / "state_dicts", _API / "values"}
+_UNIT = _HERE / "tests/unit"
+_QUICK = {_API, _UNIT, _HERE / "plugins/torchstore-cli/tests"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -117,7 +120,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not _is_quick(item, folders[item.path]):
             item.add_marker("thorough")
     if not config.getoption("runtime"):
-        for item in _much_alike(items):
+        for item in [*_much_alike(items), *_other_pairs(items)]:
             item.add_marker("soak")
 
 
@@ -134,17 +137,54 @@ def _is_quick(item: pytest.Item, folders: frozenset[Path]) -> bool:
 def _much_alike(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     """Tests of the public API that run with the soak tests alone: with ``spmd``, the first set of
     parameters of each test is enough, with ``monarch`` the last. Runtimes differ in how a store
-    starts, and then all values take the same way.
+    starts, and then all values take the same way: tests of values and names take turns, one with
+    ``spmd``, the next with ``monarch``.
     """
-    by_test: dict[tuple[str, object], list[pytest.Item]] = {}
+    by_test: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
         callspec = getattr(item, "callspec", None)
         runtime = callspec.params.get("runtime", "local") if callspec is not None else "local"
         if runtime != "local":
             test = item.nodeid.partition("[")[0]
-            by_test.setdefault((test, runtime), []).append(item)
+            by_test.setdefault((test, str(runtime)), []).append(item)
+    turns: dict[tuple[Path, str], Iterator[int]] = {}
     for (_, runtime), alike in by_test.items():
-        yield from alike[1:] if runtime == "spmd" else alike[:-1]
+        path = alike[0].path
+        turn = next(turns.setdefault((path, runtime), itertools.count(runtime == "monarch")))
+        if turn % 2 and not _CLIENTS.isdisjoint(path.parents):
+            yield from alike
+        else:
+            yield from alike[1:] if runtime == "spmd" else alike[:-1]
+
+
+def _other_pairs(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Of a test with each value of a parameter against each of another, those that run with the
+    soak tests alone: every value is in one of the others. Those of ``tests/unit`` take next to no
+    time.
+    """
+    by_test: dict[str, list[tuple[pytest.Item, list[Hashable]]]] = {}
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        if callspec is None or callspec.params.get("runtime", "local") != "local":
+            continue
+        if item.get_closest_marker("soak") is None and _UNIT not in item.path.parents:
+            sets = by_test.setdefault(item.nodeid.partition("[")[0], [])
+            sets.append((item, _independent(item, callspec.params)))
+    for sets in by_test.values():
+        kept = profiles.one_of_each([values for _, values in sets])
+        yield from (item for i, (item, _) in enumerate(sets) if i not in kept)
+
+
+def _independent(item: pytest.Item, params: dict[str, object]) -> list[Hashable]:
+    """The values of each parameter. What one mark gives several of them belongs together."""
+    together = [marker.args[0] for marker in item.iter_markers("parametrize")]
+    groups = [
+        [name.strip() for name in (names.split(",") if isinstance(names, str) else names)]
+        for names in together
+    ]
+    apart = params.keys() - {name for group in groups for name in group}
+    groups += [[name] for name in sorted(apart)]
+    return [tuple(id(params[name]) for name in group) for group in groups]
 
 
 @pytest.hookimpl(optionalhook=True)

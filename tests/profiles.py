@@ -1,14 +1,17 @@
 """How many examples the property tests try: ``pytest --hypothesis-profile=quick``, ``ci`` (the
-default) or ``soak``. The numbers are here and nowhere else.
+default) or ``soak``. The numbers are here and nowhere else. And which of many sets of parameters a
+test is tried with.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
+
 from hypothesis import HealthCheck, settings
 
-__all__ = ["each", "few", "half", "many", "register"]
+__all__ = ["each", "few", "half", "many", "one_of_each", "register"]
 
-_EXAMPLES = {"quick": 50, "ci": 100, "soak": 2000}
+_EXAMPLES = {"quick": 50, "ci": 75, "soak": 2000}
 
 
 def register() -> None:
@@ -26,7 +29,7 @@ def register() -> None:
 
 def many() -> settings:
     """For hostile bytes: an example takes next to nothing, and few of them get far."""
-    return settings(max_examples=4 * settings().max_examples)
+    return settings(max_examples=2 * settings().max_examples)
 
 
 def each() -> settings:
@@ -42,3 +45,32 @@ def half() -> settings:
 def few() -> settings:
     """For megabytes: an example takes a good part of a second."""
     return settings(max_examples=settings().max_examples // 20)
+
+
+def one_of_each(sets: Sequence[Sequence[Hashable]]) -> set[int]:
+    """Which sets of a product are enough to have every value of every parameter, by their numbers.
+    What comes first of one parameter goes with what comes last of the next: of layouts to write
+    and to read, say, few meet themselves.
+
+    >>> sorted(one_of_each([(a, b) for a in "abc" for b in "xyz"]))
+    [2, 4, 6]
+    """
+    columns = list(zip(*sets, strict=True))
+    places = [{value: i for i, value in enumerate(dict.fromkeys(column))} for column in columns]
+    if sum(len(place) > 1 for place in places) < 2:
+        return {*range(len(sets))}
+
+    def key(number: int) -> list[int]:
+        at = [place[value] for place, value in zip(places, sets[number], strict=True)]
+        return [-i if n % 2 else i for n, i in enumerate(at)]
+
+    kept: set[int] = set()
+    missing = {(n, value) for n, place in enumerate(places) for value in place}
+    # First those that have something new in every place that still lacks something.
+    for every in (True, False):
+        for number in sorted(range(len(sets)), key=key):
+            new = missing.intersection(enumerate(sets[number]))
+            if new and (not every or {n for n, _ in new} == {n for n, _ in missing}):
+                kept.add(number)
+                missing -= new
+    return kept

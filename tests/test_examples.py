@@ -210,6 +210,7 @@ async def test_a_killed_worker_ends_the_job_with_an_error(name: str) -> None:
         await until(lambda: not alive(started))
 
 
+@pytest.mark.soak
 @both
 async def test_ctrl_c_ends_everything_without_a_traceback(name: str) -> None:
     async with example(name, "--steps", "1000", "--json") as process:

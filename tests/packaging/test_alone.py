@@ -76,14 +76,16 @@ asyncio.run(main())
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "package",
+    ("package", "chosen"),
     [
-        pytest.param(name, marks=() if name == "torchstore-inprocess" else pytest.mark.soak)
-        for name in PACKAGES
+        ("torchstore-inprocess", "arrive or arrives or bids or nothing_behind"),
+        *(pytest.param(name, "", marks=pytest.mark.soak) for name in PACKAGES),
     ],
 )
-def test_the_kit_passes_with_nothing_else(package: str, tmp_path: Path) -> None:
-    """``core[testing]`` and the package are all there is: no other plug-in, of pytest neither."""
+def test_the_kit_passes_with_nothing_else(package: str, chosen: str, tmp_path: Path) -> None:
+    """``core[testing]`` and the package are all there is: no other plug-in, of pytest neither. What
+    it lacks is missing wherever the kit is, so a part of one is enough for every day.
+    """
     if package == "torchstore-torchcomms" and not _installed("torchcomms"):
         pytest.skip("torchcomms is not installed")
     names = [package, "torchstore-core[testing]"]
@@ -99,8 +101,9 @@ def test_the_kit_passes_with_nothing_else(package: str, tmp_path: Path) -> None:
         source += _CLASS.format(name=name, gone_within=25.0 if name in _PAIRS else 5.0)
     (kit / "test_kit.py").write_text(source)
     (kit / "pytest.ini").write_text(_INI)
-    passed = _passed(alone, kit)
-    assert all(passed[name] >= least for name, least in PACKAGES[package].items()), passed
+    passed = _passed(alone, kit, "-k", chosen)
+    for name, least in PACKAGES[package].items():
+        assert passed[name] >= (12 if chosen else least), passed
     if package == "torchstore-inprocess":  # no store uses it that any process can start
         return
     alone.add(["torchstore-strategies"])  # which a store needs, so that its tests run, too

@@ -41,7 +41,10 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(
-    ("job", "mesh", "spec"), LAYOUTS, ids=lambda v: v if isinstance(v, str) else ""
+    ("job", "mesh", "spec"),
+    # Each is read in all of them.
+    [pytest.param(*one, marks=pytest.mark.soak if i % 2 else ()) for i, one in enumerate(LAYOUTS)],
+    ids=lambda v: v if isinstance(v, str) else "",
 )
 async def test_any_layout_restores_to_any_other(
     jobs: Jobs, tmp_path: Path, job: str, mesh: list[int], spec: str

@@ -214,6 +214,11 @@ async def test_a_version_of_a_state_dict_and_its_entries_can_be_held(shared: ts.
     assert (await ts.get(ts.ObjectRef("model/w", whole_version))).sum() == 0
     del whole
     assert (await ts.get(entry)).sum() == 0
+    second = await ts.hold("model")
+    await ts.put_state_dict({"step": 3}, "model", partial=True)
+    held = await ts.get(second)
+    assert (held["w"].sum(), held["step"]) == (BIG, 2)
+    del second, held
     await ts.delete("model")
     assert (await ts.get(entry)).sum() == 0
     del entry

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import inspect
 import os
 import signal
@@ -11,6 +13,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -254,6 +257,92 @@ def test_what_a_handler_raises_at_the_end_of_a_call_does_not_reach_the_next() ->
         assert thread_loops.run(_one(), "get") == 1
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+class _OutOfTimeError(Exception):
+    """What the handler of an alarm raises."""
+
+
+@pytest.fixture
+def raises_out_of_time() -> Iterator[None]:
+    def handle(signum: int, frame: object) -> None:
+        raise _OutOfTimeError
+
+    before = signal.signal(signal.SIGALRM, handle)
+    yield
+    assert signal.getsignal(signal.SIGALRM) is handle
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_what_a_handler_raises_within_a_callback_ends_the_call(raises_out_of_time: None) -> None:
+    """asyncio logged it and went on, until the call's time was over. Here it comes while a reply is
+    handed over, between its arrival and the turn of the task: no cancellation reaches that task.
+    """
+
+    async def waits() -> None:
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+
+        def arrives() -> None:
+            plain, loop.call_soon = loop.call_soon, interrupted  # type: ignore[method-assign]
+            try:
+                future.set_result(None)
+            finally:
+                loop.call_soon = plain  # type: ignore[method-assign]
+
+        def interrupted(*args: object, context: object = None) -> asyncio.Handle:
+            signal.raise_signal(signal.SIGALRM)
+            return type(loop).call_soon(loop, *args, context=context)  # type: ignore[arg-type]
+
+        loop.call_soon(arrives)
+        await future
+        await asyncio.sleep(60)
+
+    with pytest.raises(_OutOfTimeError):
+        thread_loops.run(waits(), "get")
+    assert thread_loops.run(_one(), "get") == 1
+
+
+def test_an_alarm_that_raises_ends_a_call(bare: blocking.Client, raises_out_of_time: None) -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    with pytest.raises(_OutOfTimeError):
+        blocking.wait("never")
+    blocking.put("k", LARGE)
+    assert torch.equal(blocking.get("k"), LARGE)
+
+
+def test_what_a_handler_raises_keeps_nothing_of_the_call(raises_out_of_time: None) -> None:
+    """Of a get, that was a lease of the memory."""
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    async def gets() -> torch.Tensor:
+        tensor = torch.ones(3)
+        kept.append(weakref.ref(tensor))
+        asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGALRM)
+        return tensor
+
+    gc.disable()
+    try:
+        with contextlib.suppress(_OutOfTimeError):
+            thread_loops.run(gets(), "get")
+        assert kept[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_a_handler_that_sets_another_one_within_a_call_is_obeyed() -> None:
+    def last(signum: int, frame: object) -> None:
+        return None
+
+    def first(signum: int, frame: object) -> None:
+        signal.signal(signal.SIGALRM, last)
+
+    before = signal.signal(signal.SIGALRM, first)
+    try:
+        assert thread_loops.run(_done_when_it_comes(signal.SIGALRM), "get") == 1
+        assert signal.getsignal(signal.SIGALRM) is last
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_ctrl_c_within_a_callback_cancels_after_it(plain_ctrl_c: None) -> None:

@@ -324,6 +324,7 @@ async def serve_minilm(key: str, parallel: bool) -> tuple[int, list[list[float]]
     return example().local_bytes(tensors), embed(policy)
 
 
+@pytest.mark.soak  # so it does in an example, which is run
 async def test_a_real_model_goes_from_fsdp_to_tensor_parallel_to_one_process(jobs: Jobs, key: str):
     expected, *others = await jobs["two"].run(put_minilm, key)
     assert others == [expected]

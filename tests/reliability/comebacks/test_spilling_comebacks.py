@@ -92,9 +92,12 @@ async def test_what_is_acknowledged_is_read_back(tmp_path: Path) -> None:
     await through(tmp_path / "spill", 16 * MB, 16, 4 * MB, 2)
 
 
-async def test_what_is_acknowledged_is_read_back_from_object_storage() -> None:
+@pytest.mark.parametrize(("count", "kills"), [(8, 1), pytest.param(12, 2, marks=pytest.mark.soak)])
+async def test_what_is_acknowledged_is_read_back_from_object_storage(
+    count: int, kills: int
+) -> None:
     with object_store() as objects:
-        await through(f"s3://{BUCKET}/spilled", 16 * MB, 12, 4 * MB, 2)
+        await through(f"s3://{BUCKET}/spilled", 16 * MB, count, 4 * MB, kills)
         assert not objects.listed()
 
 

@@ -111,7 +111,11 @@ async def becomes(expected: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [("a", "b"), (platform.node(), platform.node())], ids=["other", "same"]
+    "names",
+    [
+        pytest.param(("a", "b"), id="other", marks=pytest.mark.soak),
+        pytest.param((platform.node(), platform.node()), id="same"),
+    ],
 )
 async def test_they_share_memory_and_are_told_apart(
     containers: list[Container], names: tuple[str, str], monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,6 @@ from tests.support import running_store
 
 import torchstore_core as ts
 
-KILLS = 24
 SIDE = 8192
 VALUE = SIDE * SIDE  # 64 MB
 
@@ -31,7 +30,8 @@ def full_of(number: int) -> torch.Tensor:
 
 
 @pytest.mark.quick
-async def test_a_put_that_is_killed_never_happened(address: str):
+@pytest.mark.parametrize("kills", [12, pytest.param(100, marks=pytest.mark.soak)])
+async def test_a_put_that_is_killed_never_happened(address: str, kills: int):
     chance = random.Random(7)
     keys = ["a", "b"]
     items = {key: full_of(0) for key in keys}
@@ -44,9 +44,9 @@ async def test_a_put_that_is_killed_never_happened(address: str):
     now = dict.fromkeys(keys, 0)
     buffers = {key: torch.empty_like(items[key]) for key in keys}
     number = in_the_middle = 0
-    while number < KILLS or in_the_middle < KILLS // 4:  # how many do is up to the machine
+    while number < kills or in_the_middle < kills // 4:  # how many do is up to the machine
         number += 1
-        assert number < 10 * KILLS
+        assert number < 10 * kills
         mine = keys if number % 3 else [chance.choice(keys)]
         slow = number % 2 == 0
         with Child(children.put_once, address, mine, SIDE, number, slow) as child:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.processes import run_script
+from tests.processes import Script, run_script
 from tests.reliability import children
 from tests.reliability.harness import MB, Child, directory_of, is_running
 from tests.support import running_store, until
@@ -91,6 +91,67 @@ async def test_a_directory_of_sockets_that_somebody_has_removed_is_made_again(
             assert torch.equal(await other.get("w"), value)
             await ts.shutdown("other")
         assert os.listdir(f"{base}/after/torchstore") == []
+
+
+# Lets a system call fail with an errno (seccomp), in this process and all that it starts.
+REFUSED = """
+    import ctypes, errno, os, signal, struct
+    calls = {"pidfd_open": 434, "memfd_create": 279 if os.uname().machine == "aarch64" else 319}
+
+    def refuse(call, error):
+        load, equal, give, rest = 0x20, 0x15, 0x06, 0x7FFF0000
+        code = [(load, 0, 0, 0), (equal, 0, 1, calls[call]), (give, 0, 0, 0x50000 | error)]
+        code = b"".join(struct.pack("HBBI", *line) for line in (*code, (give, 0, 0, rest)))
+        held = ctypes.create_string_buffer(code)
+        program = struct.pack("HxxxxxxQ", 4, ctypes.addressof(held))
+        prctl = ctypes.CDLL(None, use_errno=True).prctl
+        assert prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+        assert prctl(22, 2, ctypes.create_string_buffer(program)) == 0  # PR_SET_SECCOMP
+"""
+
+
+@pytest.mark.parametrize("error", ["ENOSYS", "EPERM"])
+async def test_a_server_comes_back_and_ends_where_there_are_no_pidfds(error: str, tmp_path: Path):
+    """As in gVisor, and where a container's filter is older than they are."""
+    script = (
+        REFUSED
+        + f"""
+    refuse("pidfd_open", errno.{error})
+    await ts.initialize(capacity=64 << 20, prefault=0)
+    await ts.put("a", torch.ones(1 << 20))
+    for _ in range(2):
+        os.kill((await ts.status()).controller_pid, signal.SIGKILL)
+        assert (await ts.get("a", timeout=20)).sum() == 1 << 20
+    keeper = (await ts.status()).keeper_pid
+    await ts.shutdown()  # by a signal; after three seconds it would kill
+    assert not os.path.exists(f"/proc/{{keeper}}")
+    await ts.initialize(capacity=64 << 20, prefault=0)
+    status = await ts.status()
+    with open("{tmp_path}/pids", "w") as file:
+        print(status.controller_pid, status.keeper_pid, file=file)
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+    )
+    with Script(script, fresh=True) as killed, pytest.raises(AssertionError, match=r"\(-9\)"):
+        await killed.output()
+    server, keeper = map(int, (tmp_path / "pids").read_text().split())
+    await until(lambda: not is_running(server) and not is_running(keeper))
+
+
+async def test_a_filter_that_forbids_the_memory_of_a_store_is_named():
+    await run_script(
+        REFUSED
+        + """
+    refuse("memfd_create", errno.EPERM)
+    try:
+        await ts.initialize(capacity=64 << 20, prefault=0)
+    except ts.ConfigurationError as error:
+        assert "memfd_create" in str(error) and "seccomp" in str(error)
+    else:
+        raise AssertionError
+    """,
+        fresh=True,
+    )
 
 
 async def test_signals_that_the_owner_ignores_or_blocks_do_not_matter():

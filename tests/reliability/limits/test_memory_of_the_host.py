@@ -136,6 +136,7 @@ def test_a_store_larger_than_the_limit_of_a_cgroup(group: Path, tmp_path: Path) 
     assert done.stdout.startswith("whole")
 
 
+@pytest.mark.soak
 def test_an_attached_volume_larger_than_the_limit_of_a_cgroup(group: Path, tmp_path: Path) -> None:
     root = str(Path(__file__).parents[3])
     done = run_in(group, "-W", "ignore", "-c", ATTACHED, root, str(tmp_path))

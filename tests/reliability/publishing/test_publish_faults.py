@@ -456,13 +456,8 @@ async def test_a_get_of_a_version_that_does_not_come_gives_up_and_writes_nothing
 # ---- many cycles --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "cycles",
-    [
-        pytest.param(400, id="400"),
-        pytest.param(30_000, id="30000", marks=pytest.mark.soak),
-    ],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("cycles", [400, 30_000])
 async def test_cycles_of_publishes_leave_nothing_behind(address: str, cycles: int):
     server = (await ts.status()).controller_pid
     with Child(publishers.publish_cycle, address, cycles) as child:

@@ -78,7 +78,7 @@ async def nothing_is_left(kind: str, server: int, before: Account, descriptors: 
 # ---- while all goes well ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.soak)])
 async def test_readers_of_another_layout_see_whole_versions_in_order(server: int, kind: str):
     address = await ts.address()
     assert await publish_all(kind, 1) == 1
@@ -103,7 +103,7 @@ async def test_readers_of_another_layout_see_whole_versions_in_order(server: int
 # ---- while ranks are killed ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(KINDS[0], marks=pytest.mark.soak), KINDS[1]])
 async def test_readers_go_on_with_the_last_whole_version_while_a_rank_is_dead(
     server: int, kind: str
 ):
@@ -192,7 +192,7 @@ async def waits(rank: int) -> bool:
         (KINDS[0], False),
         pytest.param(KINDS[0], True, marks=pytest.mark.soak),
         pytest.param(KINDS[1], False, marks=pytest.mark.soak),
-        (KINDS[1], True),
+        pytest.param(KINDS[1], True, marks=pytest.mark.soak),
     ],
 )
 async def test_versions_of_two_runs_are_never_mixed(server: int, kind: str, explicit: bool):

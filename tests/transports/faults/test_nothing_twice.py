@@ -7,12 +7,13 @@ moved once more shows.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from itertools import product
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from tests.profiles import one_of_each
 from tests.transports.faults.segments import (
     MB,
     SIZE,
@@ -59,10 +60,19 @@ def _cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 _IN_PARTS = (Plain, DevicesWithoutRows, Windowed)
-_PAIRS = [
-    *[(*pair, False) for pair in product(KINDS, repeat=2)],
-    *[(*pair, True) for pair in product(_IN_PARTS, repeat=2)],
-]
+
+
+def _pairs(kinds: Sequence[type[Plain]], cut: bool) -> list[Any]:
+    """Each that fails, and each that comes after it; with the soak tests, each with each."""
+    pairs = [*product(kinds, repeat=2)]
+    kept = one_of_each(pairs)
+    return [
+        pytest.param(*pair, cut, marks=() if at in kept else pytest.mark.soak)
+        for at, pair in enumerate(pairs)
+    ]
+
+
+_PAIRS = [*_pairs(KINDS, cut=False), *_pairs(_IN_PARTS, cut=True)]
 _every_pair = pytest.mark.parametrize(("first", "second", "_cut"), _PAIRS, indirect=["_cut"])
 
 

@@ -101,6 +101,7 @@ class Rank:
         keep: int = 1,
         fill: int = 0,
         participants: int | None = None,
+        rewind: bool = False,
     ) -> int:
         """Put without a commit; the put's id. Granted memory is filled with ``fill``. If all of it
         was inline, it is committed: then the id is minus the version.
@@ -110,8 +111,9 @@ class Rank:
         if count is not None:
             group = m.Publication(self.key, self.who, count, partial, keep)
         txn = next(self._numbers)
+        kind = m.Rewind if rewind else m.Put
         versions, grants = self.controller.put(
-            self.session, m.Put(1, txn, list(items), version, group)
+            self.session, kind(1, txn, list(items), version, group)
         )
         self.grants = grants or []
         asked = [item for item in items if item.data is None and item.same_as < 0]

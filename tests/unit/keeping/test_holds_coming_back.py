@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from hypothesis.stateful import rule
+from tests.profiles import half
 from tests.unit.references.test_holds import GRACE_S, HoldsMachine, Store, singleton
 
 from torchstore_core import moments
@@ -94,6 +95,7 @@ class HoldsComingBack(HoldsMachine):
         self._lose(anew=True)
 
 
+HoldsComingBack.TestCase.settings = half()
 TestHoldsComingBack = pytest.mark.timeout(600)(HoldsComingBack.TestCase)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
+from tests.profiles import half
 from tests.unit.keeping.test_coming_back import inline, state_of
 from tests.unit.keeping.test_full_log import no_longer_files
 from tests.unit.repairing.test_machine import Repairing
@@ -96,6 +97,7 @@ class RepairsComingBack(Repairing):
                 log.close()
 
 
+RepairsComingBack.TestCase.settings = half()
 TestRepairsComingBack = RepairsComingBack.TestCase
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.profiles import half
 
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.errors import (
@@ -314,4 +315,5 @@ class Repairing(RuleBasedStateMachine):
                     assert volume.allocator.used == 0
 
 
+Repairing.TestCase.settings = half()
 TestRepairing = Repairing.TestCase

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.profiles import half
 from tests.unit.server.put_model import leased, reachable
 from tests.unit.server.test_controller import HERE, facts, volumes
 
@@ -389,4 +390,5 @@ class Runs(RuleBasedStateMachine):
         assert volume.leased == sum(rounded(v.nbytes) for v in lent)
 
 
+Runs.TestCase.settings = half()
 TestRuns = pytest.mark.timeout(600)(Runs.TestCase)

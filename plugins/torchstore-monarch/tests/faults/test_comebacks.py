@@ -40,6 +40,7 @@ async def _lose_the_server(job: Job) -> int:
     return pid
 
 
+@pytest.mark.soak  # the load below finds all of it again, and so do other hosts
 async def test_everything_is_there_again(one_host: Job) -> None:
     await one_host.root(acts.initialize, SPREAD)
     await _comes_back(one_host)

@@ -144,11 +144,11 @@ async def _lose_more(job: Job) -> None:
         os.kill(server, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.soak)])
+@pytest.mark.soak
 @pytest.mark.timeout(900)
-async def test_under_load(one_host: Job, kills: int) -> None:
+async def test_under_load(one_host: Job) -> None:
     await one_host.root(acts.initialize, {**SPREAD, "capacity": 1 << 30})
-    await under_load(one_host, kills, random.randrange(1 << 30), _lose_the_controller)
+    await under_load(one_host, 30, random.randrange(1 << 30), _lose_the_controller)
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.soak)])
@@ -189,7 +189,7 @@ async def test_the_server_dies_with_it(two_hosts: Job) -> None:
     assert [v.pid for v in after.volumes] == [v.pid for v in before.volumes]
 
 
-@pytest.mark.parametrize("what", ["keeper", "switchboard"])
+@pytest.mark.parametrize("what", [pytest.param("keeper", marks=pytest.mark.soak), "switchboard"])
 async def test_the_store_ends_with_what_it_cannot_do_without(one_host: Job, what: str) -> None:
     await one_host.root(acts.initialize)
     await one_host.at(0, acts.put_ones, "k", MB)
@@ -208,7 +208,7 @@ async def test_the_store_ends_with_what_it_cannot_do_without(one_host: Job, what
     assert not await one_host.at(0, acts.exists, "k")
 
 
-@pytest.mark.parametrize("later_s", [0.0, 1.0])
+@pytest.mark.parametrize("later_s", [0.0, pytest.param(1.0, marks=pytest.mark.soak)])
 async def test_a_shutdown_meanwhile(one_host: Job, later_s: float) -> None:
     """While it dies, and while another one starts."""
     before = one_host.processes()
@@ -244,6 +244,7 @@ async def test_it_is_killed_while_the_store_starts(one_host: Job, started: bool)
     await until(lambda: one_host.processes() <= before and not one_host.directories(), 10)
 
 
+@pytest.mark.soak
 async def test_the_program_dies_with_it() -> None:
     """Nobody starts another one, and nothing waits for it."""
     with Job(workers=1) as job:

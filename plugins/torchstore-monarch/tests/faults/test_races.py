@@ -205,6 +205,7 @@ async def _initialize_on_first_of_each_host() -> list[str]:
     return [volume.host_id for volume in (await ts.status()).volumes]
 
 
+@pytest.mark.soak
 async def test_one_process_of_each_host() -> None:
     """A slice of a mesh whose members are not in a row."""
     with Job(workers=2, hosts=2) as job:

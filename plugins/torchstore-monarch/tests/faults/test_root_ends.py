@@ -36,7 +36,7 @@ async def _end(job: Job, how: str) -> int:
 @pytest.mark.parametrize(
     ("how", "status"),
     [
-        ("normally", 0),
+        pytest.param("normally", 0, marks=pytest.mark.soak),
         pytest.param("exception", 1, marks=pytest.mark.soak),
         ("kill -9", -signal.SIGKILL),
     ],
@@ -72,6 +72,7 @@ async def _has_no_maps(job: Job, worker: int) -> bool:
     return bool(await job.at(worker, acts.store_maps) == 0)
 
 
+@pytest.mark.soak
 async def test_a_store_in_the_users_processes_ends_without_them() -> None:
     """``mesh=`` processes of the user: after a shutdown they are as before."""
     with Job(workers=2) as job:

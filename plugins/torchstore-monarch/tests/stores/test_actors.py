@@ -187,6 +187,7 @@ async def test_initialise_again_after_shutdown(job: Job) -> None:
     await until(lambda: job.processes() == processes)
 
 
+@pytest.mark.soak
 async def test_initialise_again_without_a_call_in_between(job: Job) -> None:
     again = {"store_name": "quick"}
     await job.root(acts.initialize, again)

@@ -145,7 +145,8 @@ async def test_the_host_strategy_keeps_bytes_where_they_are_put(hosts_store: Job
 
 
 @pytest.mark.parametrize(
-    "strategy", [pytest.param("hash", marks=pytest.mark.soak), "spread", "local-rank"]
+    "strategy",
+    [*(pytest.param(name, marks=pytest.mark.soak) for name in ("hash", "spread")), "local-rank"],
 )
 async def test_other_strategies_over_hosts(hosts: Job, strategy: str) -> None:
     """Every volume can be written and read from every host, whatever the strategy says."""
@@ -213,6 +214,7 @@ async def test_replicas_are_on_both_hosts(hosts: Job) -> None:
 # ---- fewer agents than hosts -------------------------------------------------------------
 
 
+@pytest.mark.soak  # so do the tests of controllers, of ended actors, and of first calls
 async def test_a_host_without_any_agent_has_a_relay_of_its_own(hosts: Job) -> None:
     name, before = "away", set(hosts.directories())
     # The engine starts a process on each host for the first actor there, which stays.

@@ -178,7 +178,7 @@ async def test_both_sides_of_a_link_between_networks(
 @pytest.mark.parametrize(
     ("files", "every", "least"),
     [
-        pytest.param(TENSORS, False, 70, id="first-tensors"),
+        pytest.param(TENSORS, False, 70, marks=pytest.mark.soak, id="first-tensors"),
         pytest.param(TENSORS, True, 150, marks=pytest.mark.soak, id="tensors"),
         pytest.param(DTYPES, True, 40, marks=pytest.mark.soak, id="dtypes"),
         pytest.param(DTENSORS, True, 60, marks=pytest.mark.soak, id="dtensors"),

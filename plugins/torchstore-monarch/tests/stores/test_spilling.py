@@ -51,7 +51,13 @@ async def _is_there(key: str, begin: int, end: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("url", ["", "memory://me:secret@"], ids=["files", "objects"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        pytest.param("", id="files"),
+        pytest.param("memory://me:secret@", id="objects", marks=pytest.mark.soak),
+    ],
+)
 async def test_more_than_fits_and_a_server_that_is_killed(
     two_hosts: Job, tmp_path: Path, url: str
 ) -> None:

@@ -148,7 +148,10 @@ def four() -> Iterator[Ranks]:
     ("strategy", "order", "places"),
     [
         ("local-rank", [0, 1, 2, 3], {f"torchstore-{rank} host{rank // 2}" for rank in _RANKS}),
-        ("host", [3, 2, 1, 0], {"torchstore-0 host0", "torchstore-1 host1"}),
+        pytest.param(
+            *("host", [3, 2, 1, 0], {"torchstore-0 host0", "torchstore-1 host1"}),
+            marks=pytest.mark.soak,
+        ),
         pytest.param(None, [1, 0, 3, 2], {"torchstore-0 host0"}, marks=pytest.mark.soak),
     ],
 )
@@ -170,6 +173,7 @@ async def test_what_one_host_puts_the_other_gets_whoever_leaves_first(
     await four.nothing_left()
 
 
+@pytest.mark.soak
 async def test_a_killed_server_comes_back_and_ends_with_its_last_member(four: Ranks) -> None:
     await four.start(strategy="host", keeper=True)
     await asyncio.gather(*(four.do(rank, "put", f"of {rank}") for rank in _RANKS))
@@ -186,6 +190,7 @@ async def test_a_killed_server_comes_back_and_ends_with_its_last_member(four: Ra
     await four.nothing_left()
 
 
+@pytest.mark.soak  # what spills is the same volume as in a job
 async def test_more_than_fits_is_on_the_disks_of_both_hosts(four: Ranks, tmp_path: Path) -> None:
     spills = {"spill": str(tmp_path), "spill_capacity": 256 << 20, "when_full": "spillable"}
     await four.start(strategy="host", keeper=True, **spills)
@@ -210,6 +215,7 @@ async def test_more_than_fits_is_on_the_disks_of_both_hosts(four: Ranks, tmp_pat
     await until(lambda: not list(tmp_path.iterdir()))
 
 
+@pytest.mark.soak
 async def test_sockets_that_somebody_removes_cost_no_volume(four: Ranks) -> None:
     await four.start(strategy="host")
     await asyncio.gather(*(four.do(rank, "put", f"of {rank}") for rank in _RANKS))

@@ -39,7 +39,12 @@ def two_cables(spaces: tuple[Namespace, Namespace]) -> tuple[Namespace, Namespac
     return spaces
 
 
-@pytest.fixture(params=["", "eth1"], ids=["as the engine says", "as the user says"])
+@pytest.fixture(
+    params=[
+        pytest.param("", id="as the engine says", marks=pytest.mark.soak),
+        pytest.param("eth1", id="as the user says"),
+    ]
+)
 def job(
     two_cables: tuple[Namespace, Namespace], request: pytest.FixtureRequest
 ) -> Iterator[tuple[Job, str]]:

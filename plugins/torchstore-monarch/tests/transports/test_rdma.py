@@ -276,6 +276,7 @@ async def _is_being_put() -> bool:
     return (await ts.status()).operations.get("Commit", 0) > 1
 
 
+@pytest.mark.soak
 async def test_a_store_that_ends_under_a_put_takes_no_process_along() -> None:
     """The engine goes on touching memory after a transfer has failed."""
     with Job(workers=2, hosts=1) as job:

@@ -101,7 +101,9 @@ async def peaks(script: Script, folder: Path, now: Callable[[int], int]) -> tupl
     return seen, peak(script.pid) - own
 
 
-@pytest.mark.parametrize("kind", ["contiguous", "transposed", "sliced"])
+@pytest.mark.parametrize(
+    "kind", ["contiguous", pytest.param("transposed", marks=pytest.mark.soak), "sliced"]
+)
 async def test_a_take_keeps_to_its_memory_budget(tmp_path: Path, kind: str) -> None:
     budget = 64 * MIB  # of 192 MiB
     body = _TAKES.format(folder=str(tmp_path), kind=kind, budget=budget)

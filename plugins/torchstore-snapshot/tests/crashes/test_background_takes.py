@@ -207,7 +207,13 @@ os._exit(0)
 
 @pytest.mark.parametrize(
     ("victim", "dies"),
-    [("program", 1), ("writer", 1), ("program", 0), ("program, early", 1)],
+    [
+        *[("program", 1), ("writer", 1)],
+        *(
+            pytest.param(*each, marks=pytest.mark.soak)
+            for each in [("program", 0), ("program, early", 1)]
+        ),
+    ],
 )
 async def test_the_other_ranks_hear_at_once_of_one_that_dies(
     tmp_path: Path, mark: str, victim: str, dies: int

@@ -86,7 +86,7 @@ def with_earlier_files(series: Path) -> None:
     take(series / "0", 5, overwrite=True)
 
 
-@pytest.mark.parametrize("then", ["collected", "replaced"])
+@pytest.mark.parametrize("then", [pytest.param("collected", marks=pytest.mark.soak), "replaced"])
 async def test_a_take_that_is_killed_when_it_has_replaced_a_snapshot(
     tmp_path: Path, then: str
 ) -> None:

@@ -49,7 +49,15 @@ def layout(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-@pytest.mark.parametrize(("job", "mesh", "spec"), LAYOUTS, ids=layout)
+@pytest.mark.parametrize(
+    ("job", "mesh", "spec"),
+    # Each is read in all of them.
+    [
+        pytest.param(*each, marks=pytest.mark.soak if i % 2 else ())
+        for i, each in enumerate(LAYOUTS)
+    ],
+    ids=layout,
+)
 async def test_any_layout_loads_into_any_other(
     jobs: Jobs, tmp_path: Path, store: blocking.Client, job: str, mesh: list[int], spec: str
 ) -> None:
@@ -105,7 +113,9 @@ async def test_a_save_in_a_thread(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("kind", "job"), [("snapshot", "other"), ("store", "one")])
+@pytest.mark.parametrize(
+    ("kind", "job"), [pytest.param("snapshot", "other", marks=pytest.mark.soak), ("store", "one")]
+)
 async def test_a_save_in_a_process(
     jobs: Jobs, tmp_path: Path, store: blocking.Client, kind: str, job: str
 ) -> None:

@@ -24,7 +24,7 @@ def fill(own):
 """
 
 
-@pytest.mark.parametrize("how", ["take", "async_take"])
+@pytest.mark.parametrize("how", [pytest.param("take", marks=_SOAK), "async_take"])
 async def test_more_files_than_may_be_open(tmp_path: Path, how: str) -> None:
     begin = "Snapshot.take(path, state(1.0), fsync=False)"
     if how == "async_take":

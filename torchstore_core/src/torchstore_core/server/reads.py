@@ -6,13 +6,14 @@ index.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 from torchstore_core.errors import LayoutMismatchError
 from torchstore_core.server.index.catalog import Catalog
 from torchstore_core.server.index.items import one_by_one
 from torchstore_core.server.index.records import (
+    Entry,
     HeldVersion,
     Manifest,
     SessionRecord,
@@ -131,9 +132,9 @@ class Reads:
             ProtocolError: as for :meth:`locate`.
         """
         manifest, version, timeline = self._manifest(request)
-        entries = manifest.entries
+        entries, own_paths = manifest.contents()
         if type(request) is m.FetchKeys or request.wants is None:
-            reply = self._fetch_columns(session, request, manifest, version, timeline)
+            reply = self._fetch_columns(session, request, entries, own_paths, version, timeline)
             if reply is not None:
                 return reply
         if type(request) is m.FetchKeys:
@@ -143,9 +144,9 @@ class Reads:
         paths: dict[int, bytes] = {}
         if request.wants is None:
             names, wanted, boxes = list(entries), list(entries.values()), [None] * len(entries)
-            if manifest.paths:
+            if own_paths:
                 at = {name: i for i, name in enumerate(names)}
-                paths = {at[name]: path for name, path in manifest.paths.items()}
+                paths = {at[name]: path for name, path in own_paths.items()}
         else:
             asked = {want.key for want in request.wants}
             names = [name for name in entries if name not in asked]
@@ -200,12 +201,12 @@ class Reads:
         self,
         session: SessionRecord,
         request: m.Fetch,
-        manifest: Manifest,
+        entries: Mapping[str, Entry],
+        own_paths: Mapping[str, bytes],
         version: int,
         timeline: int,
     ) -> m.Fetched | None:
         """Answer a Fetch in columns; None if that is impossible."""
-        entries = manifest.entries
         names: list[str] = []
         paths: dict[int, bytes] = {}
         found: list[Stored | None]
@@ -216,7 +217,7 @@ class Reads:
             found = list(map(entries.get, request.keys))
         else:
             names, found = list(entries), list(entries.values())
-            if manifest.paths or len(set(map(id, found))) < len(found):
+            if own_paths or len(set(map(id, found))) < len(found):
                 return None
         columns = self._columns(session, request, found, version, f"{request.key}/")
         if columns is None:

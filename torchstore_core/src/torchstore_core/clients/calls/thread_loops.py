@@ -6,6 +6,8 @@ threads takes longer than a small put. Torch-free.
 
 from __future__ import annotations
 
+# ``signal`` without its conversions to enums, which take longer than what is asked for.
+import _signal  # type: ignore[import-not-found]
 import asyncio
 import os
 import selectors
@@ -20,11 +22,11 @@ from torchstore_core.errors import ConfigurationError
 from torchstore_core.machine.threads import start_thread
 
 T = TypeVar("T")
-# These skip the conversion to enums, which takes as long as the rest of a call.
-_set_handler: Any = getattr(signal.signal, "__wrapped__", signal.signal)
-_handler: Any = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
-_SIGINT = int(signal.SIGINT)
-_DEFAULT = signal.default_int_handler
+# By these a program is told to end, or that its time is up: their handlers often raise.
+_SIGNALS = tuple(
+    int(getattr(signal, f"SIG{name}"))
+    for name in ("HUP", "INT", "QUIT", "USR1", "USR2", "ALRM", "TERM", "VTALRM", "PROF", "XCPU")
+)
 
 
 class _ThreadLoop:
@@ -109,7 +111,7 @@ def run(call: Coroutine[Any, Any, T], name: str) -> T:
         thread_loop = _local.loop = _ThreadLoop()
     loop = thread_loop.loop
     task = loop.create_task(call)
-    if threading.current_thread() is threading.main_thread() and _handler(_SIGINT) is _DEFAULT:
+    if threading.current_thread() is threading.main_thread():  # others handle no signals
         return _run_interruptible(loop, task)
     return _run(loop, task)
 
@@ -136,38 +138,59 @@ def _drain(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _run_interruptible(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T:
-    """Like asyncio.run: the first Ctrl-C cancels the task, instead of interrupting it in the
-    middle of a line; the second one does interrupt it. A Ctrl-C that arrives when the task is done
-    is raised afterwards.
+    """Like asyncio.run with Ctrl-C, for every signal: what a handler raises first cancels the task,
+    instead of interrupting it in the middle of a line; the second time it does interrupt it. What
+    is raised when the task is done is raised afterwards.
+
+    asyncio would log what is raised within a callback, and go on without it. Raised while a reply
+    is handed over, it would leave the task waiting for ever, even for its cancellation.
     """
-    interrupted = False
+    raised: BaseException | None = None
+    over = False
 
-    def cancel(signum: int, frame: FrameType | None) -> None:
-        nonlocal interrupted
-        if interrupted:
-            raise KeyboardInterrupt
-        interrupted = True
-        # Not in the middle of a callback, which may be about to end what the task waits for.
-        if not task.done():
-            loop.call_soon_threadsafe(task.cancel)
+    def held_back(handler: Callable[..., object]) -> Callable[[int, FrameType | None], None]:
+        def handle(signum: int, frame: FrameType | None) -> None:
+            nonlocal raised
+            try:
+                handler(signum, frame)
+            except BaseException as error:
+                if over or raised is not None:
+                    raise
+                raised = error
+                # Later, as a callback may be about to end what the task waits for.
+                if not task.done():
+                    loop.call_soon_threadsafe(task.cancel)
 
-    _set_handler(_SIGINT, cancel)
+        return handle
+
+    handlers = {
+        signum: (handler, held_back(handler))
+        for signum in _SIGNALS
+        if callable(handler := _signal.getsignal(signum))
+    }
+    for signum, (_, ours) in handlers.items():
+        _signal.signal(signum, ours)
     try:
-        result = _run(loop, task)
+        _run(loop, task)
     except asyncio.CancelledError:
-        if interrupted:
-            raise KeyboardInterrupt from None
-        raise
+        if raised is None:
+            raise
     except Exception as error:
-        if interrupted:
-            raise KeyboardInterrupt from error
-        raise
+        if raised is None:
+            raise
+        raised.__cause__ = error
     finally:
-        _set_handler(_SIGINT, _DEFAULT)
-    if interrupted:
-        _drain(loop)  # the cancellation may have come too late, and would keep the task
-        raise KeyboardInterrupt
-    return result
+        over = True
+        for signum, (handler, ours) in handlers.items():
+            if _signal.getsignal(signum) is ours:  # a handler may have set another one
+                _signal.signal(signum, handler)
+    if raised is None:
+        return task.result()
+    _drain(loop)  # the cancellation may have come too late, and would keep the task
+    try:
+        raise raised
+    finally:
+        raised = None  # its traceback has this frame: the cycle would keep what the call has got
 
 
 async def in_thread(call: Callable[[], T]) -> T:

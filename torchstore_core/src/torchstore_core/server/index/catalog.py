@@ -28,8 +28,7 @@ from torchstore_core.server.index.records import (
     Manifest,
     Stored,
     Value,
-    all_values,
-    release,
+    release_version,
 )
 from torchstore_core.server.index.timelines import Timelines
 
@@ -122,7 +121,7 @@ class Catalog:
                 if base in self.timelines:
                     stored = self.newest.get(base)
                     of = self.timelines.of(base, version)
-                    if type(stored) is Manifest and name in stored.entries:
+                    if type(stored) is Manifest and stored.entry(name) is not None:
                         return of
                     found = found or of
             return found
@@ -143,8 +142,8 @@ class Catalog:
                 stored = None if history is None else history.kept.get(version)
             if version and stored is None and (held := self.held_version(base, version)):
                 stored = held.stored
-            if type(stored) is Manifest and name in stored.entries:
-                return stored.entries[name], stored.version
+            if type(stored) is Manifest and (entry := stored.entry(name)) is not None:
+                return entry, stored.version
         return None
 
     def missing_error(self, keys: list[str]) -> KeyNotFoundError:
@@ -167,8 +166,7 @@ class Catalog:
         found = [v for v, _ in self._all_versions(key)]
         if not found:
             for base, name in splits(key):
-                there = self._all_versions(base)
-                found = [v for v, s in there if type(s) is Manifest and name in s.entries]
+                found = _having(name, self._all_versions(base))
                 if found:
                     break
         return found
@@ -230,7 +228,7 @@ class Catalog:
                 fresh.append(key)
             else:
                 value.version = old.version + 1
-                freed += release(all_values(old))
+                freed += release_version(old)
             newest[key] = value
         if fresh:
             self.names.add(fresh)
@@ -293,7 +291,7 @@ class Catalog:
         if stored is not None:
             del self.newest[key]
             self.names.remove(key)
-            freed += release(all_values(stored))
+            freed += release_version(stored)
         if history is not None:
             del self.histories[key]
             last = max([last, history.dropped, *history.pending, self.timelines.forget(key)])
@@ -302,7 +300,7 @@ class Catalog:
             for generation in history.pending.values():
                 freed += generation.discard()
             for old in history.kept.values():
-                freed += release(all_values(old))
+                freed += release_version(old)
         self._bury(key, last)
         return freed
 
@@ -328,3 +326,23 @@ class Catalog:
         if len(self._deleted) > _MAX_DELETED:
             forgotten = next(iter(self._deleted))
             self._version_floor = max(self._version_floor, self._deleted.pop(forgotten))
+
+
+def _having(name: str, there: Sequence[tuple[int, Stored]]) -> list[int]:
+    """Of the versions of a key, in ascending order, those that are state dicts with that entry.
+    Each is looked at once, however many make a chain.
+    """
+    found: list[int] = []
+    newer: Stored | None = None
+    has = False
+    for version, stored in reversed(there):
+        if type(stored) is not Manifest:
+            has = False
+        elif stored.newer is None or stored.newer is not newer:
+            has = stored.entry(name) is not None
+        elif name in stored.replaced:
+            has = stored.replaced[name][0] is not None
+        if has:
+            found.append(version)
+        newer = stored
+    return found[::-1]

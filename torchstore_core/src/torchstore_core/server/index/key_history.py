@@ -13,7 +13,7 @@ import msgspec
 from torchstore_core.errors import ConfigurationError, VersionGoneError
 from torchstore_core.server.index.collective.generations import Generation
 from torchstore_core.server.index.collective.participants import Contribution, PutSequence
-from torchstore_core.server.index.records import SessionRecord, Stored, Value, all_values, release
+from torchstore_core.server.index.records import SessionRecord, Stored, Value, release_version
 
 if TYPE_CHECKING:
     from torchstore_core.server.index.timelines import Branch
@@ -273,7 +273,7 @@ class KeyHistory(msgspec.Struct, eq=False):
             self.kept[old.version] = old
         freed: list[Value] = []
         while len(self.kept) > self.keep - 1:
-            freed += release(all_values(self.kept.pop(min(self.kept))))
+            freed += release_version(self.kept.pop(min(self.kept)))
         return freed
 
 

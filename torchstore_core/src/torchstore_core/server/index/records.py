@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, final
 
 import msgspec
@@ -32,7 +32,7 @@ class Value(msgspec.Struct, eq=False, gc=False):
     Args:
         created: when the value was committed, in seconds since the epoch; 0 before that.
         pins: how many leases hold it.
-        uses: how many other holders it has: keys, manifests, and the put that creates it. Its
+        uses: how many other holders it has: keys, state dicts, and the put that creates it. Its
             memory can be freed when ``pins`` and ``uses`` are both 0.
         more: the volumes and offsets of further copies, none of which is lost. If ``volume`` is
             lost, there are none.
@@ -73,25 +73,133 @@ class Shards(msgspec.Struct, eq=False):
     created: float = 0.0
 
 
+Entry = Value | Shards
+_Before = tuple[Entry | None, bytes]
+
+
 @final
 class Manifest(msgspec.Struct, eq=False):
-    """One version of a state dict. Versions may share entries; for ``paths`` see
-    ``messages.PutItem``.
+    """One version of a state dict.
+
+    A partial version and those that it builds on are a *chain*. The newest of it has all entries,
+    in dicts that the next one takes over; each older one has only what the one after it replaced.
+    So a small put is cheap, and so is the end of a version, however many entries there are. Every
+    value counts one holder for each place in the chain where it is.
+
+    Attributes:
+        holders: how many there are of this version: its key, references, branches.
+        newer, older: its neighbours in the chain.
+        replaced: the entries that ``newer`` has others for, with their paths; None: it had none.
     """
 
     key: str
-    entries: dict[str, Value | Shards]
-    paths: dict[str, bytes]
+    _entries: dict[str, Entry]  # of the whole chain, as the newest has them; else empty
+    _paths: dict[str, bytes]  # see ``messages.PutItem``
     creator: ClientFacts
     version: int
     created: float
     packed: bool = False
+    holders: int = 1
+    newer: Manifest | None = None
+    older: Manifest | None = None
+    replaced: dict[str, _Before] = {}
     _ordered: list[str] = []
+
+    @property
+    def entries(self) -> dict[str, Entry]:
+        """All entries, by name; see :meth:`contents`."""
+        return self.contents()[0]
+
+    def contents(self) -> tuple[dict[str, Entry], dict[str, bytes]]:
+        """All entries and paths, by name, not to be changed. Those of an older version are
+        collected, in time proportional to their number.
+        """
+        if self.newer is None:
+            return self._entries, self._paths
+        (newest, *others) = reversed(list(self._newer()))
+        entries, paths = dict(newest._entries), dict(newest._paths)
+        for at in others:
+            _go_back(entries, paths, at.replaced)
+        return entries, paths
+
+    def entry(self, name: str) -> Entry | None:
+        """The entry of that name; None if there is none."""
+        at = self
+        while at.newer is not None:
+            if (before := at.replaced.get(name)) is not None:
+                return before[0]
+            at = at.newer
+        return at._entries.get(name)
+
+    def _newer(self) -> Iterator[Manifest]:
+        """It, and the newer versions of its chain."""
+        at: Manifest | None = self
+        while at is not None:
+            yield at
+            at = at.newer
+
+    def chain(self) -> Iterator[Manifest]:
+        """All versions of its chain, the newest first."""
+        (*_, at) = self._newer()
+        yield at
+        while at.older is not None:
+            at = at.older
+            yield at
+
+    def own_values(self) -> Iterable[Value]:
+        """The values of its place in the chain, a tied one once for each of its names."""
+        if self.newer is None:
+            return _values_of(self._entries.values())
+        return _values_of([entry for entry, _ in self.replaced.values() if entry is not None])
+
+    def build_on(self, base: Manifest) -> None:
+        """Take from ``base`` the entries that this version, which is new, does not have."""
+        own, own_paths = self._entries, self._paths
+        if base.newer is None:
+            entries, paths = base._entries, base._paths
+            self.older, base.newer = base, self
+            base._entries, base._paths = {}, {}
+            base.replaced = {name: (entries.get(name), paths.get(name, b"")) for name in own}
+        else:  # something holds a version after it that is no longer the key's
+            entries, paths = base.contents()
+            retain(_values_of([entry for name, entry in entries.items() if name not in own]))
+        before = len(entries)
+        entries.update(own)
+        for name in own:
+            paths.pop(name, None)
+        paths.update(own_paths)
+        self._entries, self._paths = entries, paths
+        if len(entries) == before:
+            self._ordered = base._ordered
+
+    def leave_chain(self) -> list[Value]:
+        """Nothing holds the version any more. Returns the values that nothing holds any more."""
+        newer, older = self.newer, self.older
+        self.newer = self.older = None
+        gone: list[Entry] = []
+        if newer is not None:
+            newer.older = older
+            if older is not None:
+                older.newer = newer
+            for name, before in self.replaced.items():
+                if older is not None and name not in older.replaced:
+                    older.replaced[name] = before
+                elif before[0] is not None:
+                    gone.append(before[0])
+        elif older is not None:  # which is the newest now
+            gone = _go_back(self._entries, self._paths, older.replaced)
+            older._entries, older._paths = self._entries, self._paths
+            older.newer, older.replaced = None, {}
+        else:
+            gone += self._entries.values()
+        self._entries, self._paths, self.replaced = {}, {}, {}
+        return release(_values_of(gone))
 
     def ordered(self) -> list[str]:
         """Return the sorted names of its entries; they are sorted on the first call."""
-        if len(self._ordered) != len(self.entries):
-            self._ordered = sorted(self.entries)
+        entries = self.entries
+        if len(self._ordered) != len(entries):
+            self._ordered = sorted(entries)
         return self._ordered
 
     @property
@@ -102,6 +210,30 @@ class Manifest(msgspec.Struct, eq=False):
     @property
     def meta(self) -> StateDictMeta:
         return StateDictMeta(len(self.entries), self.packed)
+
+
+def _go_back(
+    entries: dict[str, Entry], paths: dict[str, bytes], replaced: dict[str, _Before]
+) -> list[Entry]:
+    """Make the entries of a version those of the one before it; returns the ones that go."""
+    gone: list[Entry] = []
+    for name, (entry, path) in replaced.items():
+        gone.append(entries[name])
+        if entry is None:
+            del entries[name]
+        else:
+            entries[name] = entry
+        paths.pop(name, None)
+        if path:
+            paths[name] = path
+    return gone
+
+
+def _values_of(entries: Collection[Entry]) -> Iterable[Value]:
+    whole = [entry for entry in entries if type(entry) is Value]
+    if len(whole) == len(entries):
+        return whole
+    return (value for entry in entries for value in all_values(entry))
 
 
 Stored = Value | Shards | Manifest
@@ -138,10 +270,7 @@ def all_values(stored: Stored) -> Iterable[Value]:
         return (stored,)
     if type(stored) is Shards:
         return stored.parts.values()
-    whole = [value for value in stored.entries.values() if type(value) is Value]
-    if len(whole) == len(stored.entries):
-        return whole
-    return (value for entry in stored.entries.values() for value in all_values(entry))
+    return _values_of(stored.entries.values())
 
 
 def values_in(stored: Stored, box: m.Box | None) -> Collection[Value]:
@@ -177,6 +306,22 @@ def release(values: Iterable[Value]) -> list[Value]:
         if not (value.uses or value.pins):
             freed.append(value)
     return freed
+
+
+def retain_version(stored: Stored) -> None:
+    """Add one holder to a version."""
+    if type(stored) is Manifest:
+        stored.holders += 1
+    else:
+        retain(all_values(stored))
+
+
+def release_version(stored: Stored) -> list[Value]:
+    """Remove one holder from a version. Returns the values that nothing holds any more."""
+    if type(stored) is not Manifest:
+        return release(all_values(stored))
+    stored.holders -= 1
+    return [] if stored.holders else stored.leave_chain()
 
 
 class Txn(msgspec.Struct, eq=False):

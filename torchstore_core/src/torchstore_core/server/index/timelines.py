@@ -14,8 +14,7 @@ from torchstore_core.server.index.records import (
     SessionRecord,
     Stored,
     Value,
-    all_values,
-    release,
+    release_version,
 )
 
 # Rewinds of one key that are told apart.
@@ -47,7 +46,7 @@ class Branch(msgspec.Struct, eq=False):
     def drop_from(self, history: KeyHistory) -> list[Value]:
         """Nothing will come of it."""
         del history.branches[self.version]
-        freed = release(all_values(self.base)) if self.base is not None else []
+        freed = release_version(self.base) if self.base is not None else []
         for generation in self.history.pending.values():
             freed += generation.discard()
         self.history.pending.clear()
@@ -77,10 +76,10 @@ class Branch(msgspec.Struct, eq=False):
         if newest is not None:
             kept[newest.version] = newest
         for gone in [version for version in kept if version >= self.version]:
-            freed += release(all_values(kept.pop(gone)))
+            freed += release_version(kept.pop(gone))
         if self.base is not None:
             if (same := kept.get(self.base.version)) is not None:
-                freed += release(all_values(same))
+                freed += release_version(same)
             kept[self.base.version] = self.base
         self.history.kept = kept
         return kept.pop(max(kept)) if kept else None, freed

@@ -29,7 +29,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import NoReturn
 
 from torchstore_core.machine.processes import how_ended
@@ -114,7 +114,7 @@ class Keeper:
     def _run(self) -> int:
         if self._owner:
             try:
-                self._owner_fd = os.pidfd_open(self._owner)
+                self._owner_fd = _pidfd(self._owner)
             except ProcessLookupError:
                 self._owner_ended = True
         deaths, then = 0.0, time.monotonic()
@@ -151,11 +151,12 @@ class Keeper:
                 ours, theirs = map(opened.enter_context, pair)
                 self._start(ours, theirs)
                 theirs.close()
-                watch = os.pidfd_open(self._pid)
+                watch = _pidfd(self._pid)
             except OSError as error:
                 self._give_up_start(error)
             else:
-                opened.callback(os.close, watch)
+                if watch >= 0:
+                    opened.callback(os.close, watch)
                 self._attend(ours, watch)
                 while self._hear(ours):  # its last words
                     pass
@@ -174,10 +175,22 @@ class Keeper:
         may be left it is tried some 30 times more; 0 otherwise.
         """
         time.sleep(_SECONDS_A_DEATH)
-        if self._owner_fd >= 0 and select.select([self._owner_fd], [], [], 0)[0]:
-            os.close(self._owner_fd)
-            self._owner_fd, self._owner_ended = -1, True
+        fds = () if self._owner_fd < 0 else (self._owner_fd,)
+        if self._owner_is_over(select.select(fds, (), (), 0)[0]):
+            self._let_owner_go()
         return float(self._owner_ended)
+
+    def _owner_is_over(self, readable: Container[int]) -> bool:
+        """Whether the owner has ended, which is not known to have. It is the parent."""
+        if self._owner_fd >= 0:
+            return self._owner_fd in readable
+        return bool(self._owner) and not self._owner_ended and os.getppid() != self._owner
+
+    def _let_owner_go(self) -> None:
+        self._owner_ended = True
+        if self._owner_fd >= 0:
+            os.close(self._owner_fd)
+            self._owner_fd = -1
 
     def _start(self, ours: socket.socket, theirs: socket.socket) -> None:
         """Fork. In the child, run the server.
@@ -230,27 +243,31 @@ class Keeper:
         if self._stopping:  # it was told while there was no server
             self._stop()
         poll = select.poll()
-        for fd in (connection.fileno(), watch):
-            poll.register(fd, select.POLLIN)
-        if self._owner_fd >= 0:
-            poll.register(self._owner_fd, select.POLLIN)
+        for fd in (connection.fileno(), watch, self._owner_fd):
+            if fd >= 0:
+                poll.register(fd, select.POLLIN)
         listening = True
         while True:
             if self._stopping and deadline is None:
                 deadline = time.monotonic() + self._end_s
             # In slices: a signal between two of these calls must not wait for the next event.
-            events = dict(poll.poll(250))
-            if watch in events:
+            events = dict(poll.poll(250 if listening or watch >= 0 else 10))
+            if watch in events or (watch < 0 and self._server_is_over()):
                 return
             if listening and connection.fileno() in events and not self._hear(connection):
                 poll.unregister(connection.fileno())
                 listening = False
-            if self._owner_fd in events:
-                poll.unregister(self._owner_fd)
+            if self._owner_is_over(events):
+                if self._owner_fd >= 0:
+                    poll.unregister(self._owner_fd)
                 self._owner_has_ended(connection)
             if deadline is not None and time.monotonic() > deadline:
                 os.kill(self._pid, signal.SIGKILL)
             self._end_if_it_hangs()
+
+    def _server_is_over(self) -> bool:
+        ended = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return ended is not None
 
     def _end_if_it_hangs(self) -> None:
         """Kill a server that does not hear that its owner has ended: a plug-in may keep it busy for
@@ -262,10 +279,7 @@ class Keeper:
             os.kill(self._pid, signal.SIGKILL)
 
     def _owner_has_ended(self, connection: socket.socket) -> None:
-        self._owner_ended = True
-        if self._owner_fd >= 0:
-            os.close(self._owner_fd)
-            self._owner_fd = -1
+        self._let_owner_go()
         self._hear_by = time.monotonic() + _HEAR_S
         self._tell(connection, OWNER_ENDED)  # or when it starts again, if it has just died
 
@@ -324,6 +338,23 @@ class Keeper:
         if self._pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGTERM)
+
+
+def _pidfd(pid: int) -> int:
+    """A descriptor that becomes readable when a process ends; -1 where there are none: in gVisor,
+    for example, or where a container's filter of system calls is older than they are.
+
+    Raises:
+        OSError: there is no such process, or no descriptor left.
+    """
+    try:
+        return os.pidfd_open(pid)
+    except AttributeError:
+        return -1
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EPERM):
+            raise
+        return -1
 
 
 def _ended(status: int | OSError) -> str:

@@ -17,7 +17,11 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 
-from torchstore_core.errors import StoreFullError, TransportNotReadyError
+from torchstore_core.errors import (
+    ConfigurationError,
+    StoreFullError,
+    TransportNotReadyError,
+)
 from torchstore_core.machine.threads import start_thread
 from torchstore_core.machine.topology import memory_left_bytes, memory_limit_bytes
 from torchstore_core.machine.virtual_memory import (
@@ -45,9 +49,18 @@ def open_memory(name: str, nbytes: int) -> int:
 
     Raises:
         StoreFullError: the system has no files so large, or no process can map it.
+        ConfigurationError: a filter of system calls forbids it.
     """
     if hasattr(os, "memfd_create"):
-        fd = os.memfd_create(f"torchstore:{name}", os.MFD_CLOEXEC)
+        try:
+            fd = os.memfd_create(f"torchstore:{name}", os.MFD_CLOEXEC)
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EPERM, errno.EACCES):
+                raise
+            raise ConfigurationError(
+                f"memfd_create, which makes the memory of a store, is refused: {error}. Permit it "
+                "in the filter of system calls (seccomp) of this container or unit"
+            ) from error
     else:
         handle, path = tempfile.mkstemp(prefix="torchstore-")
         os.unlink(path)

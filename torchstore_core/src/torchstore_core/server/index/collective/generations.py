@@ -303,14 +303,12 @@ class Generation(msgspec.Struct, eq=False):
         missing = (name for name in every if name not in here)
         return list(itertools.islice(missing, min(self.participants - len(here), _MAX_SHOWN)))
 
-    def seal(self, key: str, base: Stored | None, *, inherit: bool) -> Stored:
+    def seal(self, key: str, base: Stored | None) -> Stored:
         """Return the finished version, which holds its values in addition to the contributions. If
         all of it is one contribution, though, this one's hold is passed on to it.
 
         Args:
             base: the previous version, from which a partial one takes the entries it lacks.
-            inherit: whether ``base`` is about to be dropped. The new version then takes over the
-                shared entries from it, so that a small put is cheap however many entries there are.
         """
         now = moments.wall()
         version = self.version
@@ -346,27 +344,12 @@ class Generation(msgspec.Struct, eq=False):
             paths = contribution.paths | paths
         if order:
             entries = {name: entries[name] for name in order | dict.fromkeys(entries)}
-        mine = entries
-        if self.is_partial and type(base) is Manifest:
-            before = base.entries
-            entries = before | mine
-            replaced = {name: before[name] for name in mine if name in before}
-            new_paths = base.paths | paths
-            for name in replaced:
-                if name not in paths:
-                    new_paths.pop(name, None)
-            paths = new_paths
-            if inherit:
-                base.entries = replaced
-            else:
-                mine = entries
-        for entry in mine.values():
-            if type(entry) is Value:
-                entry.uses += 1
-            else:
-                retain(all_values(entry))
         facts = done[0].session.facts
-        return Manifest(key, entries, paths, facts, self.version, now, publication.packed)
+        made = Manifest(key, entries, paths, facts, version, now, publication.packed)
+        retain(made.own_values())
+        if self.is_partial and type(base) is Manifest:
+            made.build_on(base)
+        return made
 
 
 def _sealed(entry: Shards, elsewhere: dict[Box, Value], version: int, now: float) -> Value | Shards:

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 
-import msgspec
-
 from torchstore_core import moments
 from torchstore_core.server.index.catalog import Catalog
 from torchstore_core.server.index.collective.generations import Generation
@@ -25,9 +23,8 @@ from torchstore_core.server.index.records import (
     SessionRecord,
     Stored,
     Value,
-    all_values,
     release,
-    retain,
+    retain_version,
 )
 from torchstore_core.server.index.timelines import Branch
 from torchstore_core.wire import messages as m
@@ -232,8 +229,8 @@ class UnfinishedVersions:
         base = self._base(target.key, branch)
         if target.partial and branch.base is None and type(base) is Manifest:
             # The run before may go on for a while, and drop it.
-            branch.base = msgspec.structs.replace(base, entries=dict(base.entries))
-            retain(all_values(branch.base))
+            branch.base = base
+            retain_version(base)
         return branch.history.join(target, session)
 
     def commit(self, target: PutTarget, contribution: Contribution) -> Change:
@@ -282,7 +279,7 @@ class UnfinishedVersions:
         history = catalog.histories[key]
         if generation.publication is not None and generation.publication.keep:
             history.keep = generation.publication.keep
-        stored = generation.seal(key, catalog.newest.get(key), inherit=history.keep == 1)
+        stored = generation.seal(key, catalog.newest.get(key))
         del history.pending[generation.version]
         if generation.participants:  # all have contributed: none can be late for it
             generation.sequence.versions.remove(generation.version)

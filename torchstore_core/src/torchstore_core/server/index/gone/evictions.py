@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchstore_core import moments
 from torchstore_core.errors import EvictedError, VersionGoneError
 from torchstore_core.server.index.key_names import splits
-from torchstore_core.server.index.records import Manifest, Stored, Value, all_values, release
+from torchstore_core.server.index.records import (
+    Manifest,
+    Stored,
+    Value,
+    all_values,
+    release_version,
+)
 
 if TYPE_CHECKING:
     from torchstore_core.server.index.catalog import Catalog
@@ -52,16 +58,17 @@ class Evictions:
         if newest is value:
             return newest_too and value.uses == 1
         history = self._catalog.histories.get(key)
-        if history is not None and (
-            history.branches or any(g.is_partial for g in history.pending.values())
-        ):
-            return False
-        count = 0 if newest is None else _count(newest, value)
-        if count and not newest_too:
-            return False
+        kept: Collection[Stored] = ()
         if history is not None:
-            count += sum(_count(old, value) for old in history.kept.values())
-        return 0 < count == value.uses
+            if history.branches or any(g.is_partial for g in history.pending.values()):
+                return False
+            kept = history.kept.values()
+        readable = kept if newest is None else [*kept, newest]
+        if not 0 < sum(_count(stored, value) for stored in readable) == value.uses:
+            return False
+        if newest is not None and not newest_too and _has(newest, value):
+            return False
+        return not any(_has(stored, value) for stored in _held_beside(readable))
 
     def evict(self, key: str, value: Value) -> list[Value]:
         """Forget the versions of a key that hold a value. If the newest is one of them, older ones
@@ -73,12 +80,12 @@ class Evictions:
         history = catalog.histories.get(key)
         kept = {} if history is None else history.kept
         going: list[Stored] = []
-        if newest is not None and _count(newest, value):
+        if newest is not None and _has(newest, value):
             going = [*kept.values(), newest]
             kept.clear()
             catalog.hide(key)
         else:
-            for version in [v for v, old in kept.items() if _count(old, value)]:
+            for version in [v for v, old in kept.items() if _has(old, value)]:
                 going.append(kept.pop(version))
         if not going:
             return []
@@ -91,7 +98,7 @@ class Evictions:
             forgotten = next(iter(self.remembered))
             del self.remembered[forgotten]
             catalog.forget_history(forgotten)
-        return [one for stored in going for one in release(all_values(stored))]
+        return [one for stored in going for one in release_version(stored)]
 
     def forget(self, key: str) -> None:
         """A key is deleted: that it was evicted before is no longer of interest."""
@@ -145,9 +152,25 @@ class Evictions:
         )
 
 
+def _has(stored: Stored, value: Value) -> bool:
+    """Whether a stored version contains a value."""
+    return stored is value or any(one is value for one in all_values(stored))
+
+
 def _count(stored: Stored, value: Value) -> int:
-    """How often a stored version contains a value: tied weights are several names of one."""
-    return 1 if stored is value else sum(one is value for one in all_values(stored))
+    """How many holders of a value a stored version is: tied weights are several names of one."""
+    values = stored.own_values() if type(stored) is Manifest else all_values(stored)
+    return sum(one is value for one in values)
+
+
+def _held_beside(readable: Collection[Stored]) -> Iterator[Manifest]:
+    """State dicts that references hold, and that may share values with those that can be read."""
+    ours = {id(stored): stored for stored in readable if type(stored) is Manifest}
+    every: dict[int, Manifest] = {}
+    for at, stored in ours.items():
+        if at not in every:
+            every |= {id(one): one for one in stored.chain()}
+    return (one for at, one in every.items() if one.holders > (at in ours))
 
 
 def _ago(then: float) -> str:

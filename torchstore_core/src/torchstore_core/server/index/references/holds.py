@@ -30,9 +30,8 @@ from torchstore_core.server.index.records import (
     Manifest,
     SessionRecord,
     Value,
-    all_values,
-    release,
-    retain,
+    release_version,
+    retain_version,
 )
 from torchstore_core.values import ObjectMeta
 from torchstore_core.wire import messages as m
@@ -162,7 +161,7 @@ class Holds:
                 of = catalog.timeline(key, version)
                 held = HeldVersion(key, version, stored, of)
                 self._held[key, version, of] = held
-                retain(all_values(stored))
+                retain_version(stored)
         held.count += 1
         return held
 
@@ -222,7 +221,7 @@ class Holds:
 
     def _forget(self, held: HeldVersion) -> None:
         del self._held[held.key, held.version, held.timeline]
-        self._free(release(all_values(held.stored)))
+        self._free(release_version(held.stored))
 
     def _end(self, held: HeldVersion) -> None:
         held.count -= 1
