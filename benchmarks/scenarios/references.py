@@ -32,6 +32,14 @@ def references(bench: Bench) -> list[Metric]:
         if len(known) == 1:
             metric.note = "Ray is not installed: not compared with it"
         metrics.append(metric)
+        if nbytes >= MIB:
+            in_place = [r["in place"] * 1e6 for r in rounds]
+            name = f"put_object, get, del {title} made by ts.empty"
+            metric = Metric(name, "references", "µs", in_place)
+            for floor in known[1:]:
+                metric.against(floor, [r[floor] * 1e6 for r in rounds], OF_RAY, at_most=True)
+            metric.against("put_object, get, del of any", times, None, at_most=True)
+            metrics.append(metric)
     reader.call("references.drop")
     reader.call("store.close")
     return metrics

@@ -16,6 +16,7 @@ from torchstore_cli.bench import floors, workload
 from torchstore_cli.bench.measuring import until_unleased
 
 BY_KEY, RAY = "put, get, delete by key", "ray.put, ray.get, del"
+IN_PLACE = "in place"  # of a tensor made by ``ts.empty``
 _KEY = "by key"
 
 
@@ -73,10 +74,34 @@ class References:
         measures: dict[str, Callable[[], float]] = {
             "references": lambda: awaited(once, "references"),
             BY_KEY: lambda: awaited(by_key, BY_KEY),
+            IN_PLACE: lambda: self._in_place(count, wrong),
         }
         if self._ray is not None:
             measures[RAY] = lambda: self._ray_cycle(count)
         return {"times": floors.interleave(measures, turn), "wrong": wrong}
+
+    def _in_place(self, count: int, wrong: list[str]) -> float:
+        """The same of values that were made where they are put; making them does not count, as with
+        the others.
+        """
+
+        async def times() -> float:
+            seconds = 0.0
+            for _ in range(count):
+                made = await ts.empty(self._value.shape, dtype=torch.uint8)
+                made.copy_(self._value)
+                start = time.perf_counter()
+                ref = await ts.put_object(made)
+                got = await ts.get(ref)
+                del ref
+                seconds += time.perf_counter() - start
+                if not torch.equal(got, self._value):
+                    wrong.append(IN_PLACE)
+            return seconds / count
+
+        seconds = self._run(times())
+        self._run(until_unleased())
+        return float(seconds)
 
     def _ray_cycle(self, count: int) -> float:
         array = self._value.numpy()

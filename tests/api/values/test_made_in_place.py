@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tests.processes import run_script
-from tests.support import at_rest, halt, resume, running_store, until, used
+from tests.support import at_rest, until, used
 
 import torchstore_core as ts
 
@@ -156,7 +156,7 @@ async def test_what_is_no_tensor_is_refused(shared):
 
 
 async def test_many_at_once(shared):
-    tensors = await asyncio.gather(*[made(at, 1 << 17) for at in range(20)])
+    tensors = await asyncio.gather(*[made(at, 1 << 18) for at in range(20)])
     refs = await asyncio.gather(*[ts.put(f"t{at}", t) for at, t in enumerate(tensors)])
     for at, ref in enumerate(refs):
         assert (await ts.get(ref) == at).all()
@@ -189,14 +189,14 @@ async def test_a_forked_child_has_a_copy(shared):
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
 
+    first, second = tensor.numpy(), sealed.numpy()  # torch's own threads do not survive a fork
+
     def child() -> None:
         theirs.recv()
-        found = bool((tensor == 1).all()) and bool((sealed == 2).all())
-        tensor.fill_(8)
-        sealed.fill_(8)
-        theirs.send(found)
+        theirs.send(bool((first == 1).all() and (second == 2).all()))
+        first[:], second[:] = 8, 8
         theirs.recv()
-        theirs.send(bool((tensor == 8).all()) and bool((sealed == 8).all()))
+        theirs.send(bool((first == 8).all() and (second == 8).all()))
 
     process = context.Process(target=child)
     process.start()
@@ -215,74 +215,3 @@ async def test_a_forked_child_has_a_copy(shared):
     finally:
         process.join(30)
     assert (await ts.get("sealed") == 2).all()
-
-
-@pytest.mark.local_only
-async def test_a_put_that_fails_leaves_the_tensor_its_bytes():
-    """Its memory is given back, and what is written to it later is nobody else's."""
-    async with running_store(timeout=30) as client:
-        tensor = await made(5)
-        pid = (await ts.status()).controller_pid
-        await halt(pid)
-        try:
-            with pytest.raises(ts.StoreTimeoutError):
-                await ts.put("t", tensor, timeout=0.3)
-        finally:
-            resume(pid)
-        assert (tensor == 5).all()
-        await at_rest(client)
-        there = await ts.exists("t")
-        await ts.put("t", torch.zeros(NUMEL))
-        tensor.fill_(6)
-        assert (await ts.get("t") == 0).all(), there
-        assert (await ts.get(await ts.put("again", tensor)) == 6).all()
-
-
-@pytest.mark.local_only
-async def test_a_cancelled_put_leaves_the_tensor_its_bytes():
-    async with running_store(timeout=30) as client:
-        for turns in range(6):
-            tensor = await made(turns)
-            putting = asyncio.ensure_future(ts.put("t", tensor))
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            putting.cancel()
-            await asyncio.gather(putting, return_exceptions=True)
-            await ts.put("u", torch.full((NUMEL,), -1.0))
-            assert (tensor == turns).all()
-            tensor.fill_(-2)
-            assert (await ts.get("u") == -1).all()
-            if await ts.exists("t"):
-                assert (await ts.get("t") == turns).all()
-                await ts.delete("t")
-        del tensor
-        gc.collect()
-        await at_rest(client)
-
-
-@pytest.mark.local_only
-async def test_with_several_copies_it_is_an_ordinary_tensor():
-    strategy = ts.ReplicatedStrategy(copies=2)
-    async with running_store(strategy=strategy, num_storage_volumes=2):
-        tensor = await ts.empty(NUMEL)
-        assert not await unfinished()
-        await ts.put("t", tensor.fill_(4))
-        assert (await ts.get("t") == 4).all()
-
-
-@pytest.mark.local_only
-async def test_a_process_that_is_killed_leaves_nothing():
-    async with running_store() as client:
-        script = f"""
-            import os, signal
-            client = await ts.connect({await ts.address()!r})
-            kept = await client.empty(1 << 20)
-            put = await client.empty(1 << 20)
-            await client.put("t", put.fill_(7))
-            os.kill(os.getpid(), signal.SIGKILL)
-        """
-        with pytest.raises(AssertionError):
-            await run_script(script)
-        await at_rest(client)
-        assert await used() == 4 << 20
-        assert (await ts.get("t") == 7).all()

@@ -217,7 +217,7 @@ class Client(VolumeOperations):
         with a ``version``, or in a state dict or batch, it is copied, like any other tensor.
 
         It is an ordinary tensor in ordinary memory where none is shared with the volume (on another
-        host, or with a strategy that makes several copies), and below 256 KB.
+        host, or with a strategy that makes several copies), and below 1 MB.
 
         Args:
             shape: as of ``torch.empty``.

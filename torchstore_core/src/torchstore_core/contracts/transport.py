@@ -443,7 +443,10 @@ class SupportsMapThrough(Protocol):
     """
 
     def map_through(self, segment: int, offset: int, nbytes: int) -> Mapping:
-        """Map ``nbytes`` bytes at ``offset``, as :meth:`SupportsMap.map`, but not privately yet."""
+        """Map ``nbytes`` bytes at ``offset``, as :meth:`SupportsMap.map`, but not privately yet.
+        That the host has no memory for them is an error here, rather than when they are written.
+        May block; called in any thread.
+        """
 
     def make_private(self, segment: int, offset: int, mapping: Mapping) -> None:
         """Make a mapping of ``offset`` what :meth:`SupportsMap.map` would have returned, at the

@@ -22,7 +22,9 @@ _MADV_POPULATE_READ = 22  # Linux 5.14
 MADV_POPULATE_WRITE = 23
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
-_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
+_MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
+_MOVES_TABLES = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
+_TABLE = 2 << 20  # the memory that one page table is for
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _mmap = _libc.mmap
@@ -148,39 +150,67 @@ def map_private(fd: int, offset: int, nbytes: int) -> tuple[int, int, object]:
     Raises:
         OSError: the kernel refuses the mapping.
     """
-    return _map_block(fd, offset, nbytes, mmap.MAP_PRIVATE)
-
-
-def map_through(fd: int, offset: int, nbytes: int) -> tuple[int, int, object]:
-    """:func:`map_private`, but what is written to the mapping is in the file, until
-    :func:`make_private`.
-    """
-    return _map_block(fd, offset, nbytes, mmap.MAP_SHARED)
-
-
-def _map_block(fd: int, offset: int, nbytes: int, flags: int) -> tuple[int, int, object]:
     before = offset % mmap.PAGESIZE
     size = before + nbytes
-    address = _map(fd, offset - before, size, flags | _MAP_NORESERVE)
+    address = _map(fd, offset - before, size, mmap.MAP_PRIVATE | _MAP_NORESERVE)
+    return address + before, before, _block(address, size)
+
+
+def map_through(window: int, fd: int, offset: int, nbytes: int) -> tuple[int, int, object]:
+    """:func:`map_private`, but what is written to the mapping is in the file, until
+    :func:`make_private`. The page tables of a shared mapping of the file, in which ``offset`` is at
+    the address ``window``, move to it: they need not be filled again.
+    """
+    before = offset % mmap.PAGESIZE
+    size = before + nbytes
+    address = _moved(window - before, size) or _map(
+        fd, offset - before, size, mmap.MAP_SHARED | _MAP_NORESERVE
+    )
+    return address + before, before, _block(address, size)
+
+
+def make_private(window: int, fd: int, offset: int, nbytes: int, address: int) -> None:
+    """Make a mapping of :func:`map_through` copy-on-write, in one step: what was written before is
+    in the file, and what is written from now on is not. Its page tables move back to ``window``: to
+    empty them takes as long as to copy what they are for.
+
+    Raises:
+        OSError: the kernel refuses it; what is written still is in the file.
+    """
+    before = offset % mmap.PAGESIZE
+    start, size = address - before, before + nbytes
+    # A kernel that cannot do this leaves them here, and empties them below.
+    _mremap(start, size, size, _MOVES_TABLES, window - before)
+    flags = mmap.MAP_PRIVATE | _MAP_NORESERVE | _MAP_FIXED
+    _map(fd, offset - before, size, flags, start)
+
+
+def _moved(start: int, size: int) -> int:
+    """Move the page tables of a shared mapping to another one of the same range of its file; both
+    stay mapped. Returns its address; 0: the kernel cannot do this (before Linux 5.13).
+    """
+    anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    there = _map(-1, 0, size + _TABLE, anonymous)
+    address = there + (start - there) % _TABLE  # whole tables move then, not each of their entries
+    end = -(-(address + size) // mmap.PAGESIZE) * mmap.PAGESIZE
+    if address > there:
+        _munmap(there, address - there)
+    _munmap(end, there + size + _TABLE - end)
+    if _mremap(start, size, size, _MOVES_TABLES, address) == _FAILED:
+        _munmap(address, size)
+        return 0
+    return address
+
+
+def _block(address: int, size: int) -> object:
+    """A writable buffer that unmaps its memory when it dies."""
     block = (ctypes.c_char * size).from_address(address)
     # What is called when the block dies is in C alone: what a signal handler raises (Ctrl-C) would
     # be lost in a finalizer in Python, and the mapping with it.
     number = next(_numbers)
     forgets = weakref.ref(block, functools.partial(_mapped.pop, number))
     _mapped[number] = forgets, _Block(block, functools.partial(_munmap, address, size))
-    return address + before, before, block
-
-
-def make_private(fd: int, offset: int, nbytes: int, address: int) -> None:
-    """Make a mapping of :func:`map_through` copy-on-write, in one step: what was written before is
-    in the file, and what is written from now on is not.
-
-    Raises:
-        OSError: the kernel refuses it; nothing has changed.
-    """
-    before = offset % mmap.PAGESIZE
-    flags = mmap.MAP_PRIVATE | _MAP_NORESERVE | _MAP_FIXED
-    _map(fd, offset - before, before + nbytes, flags, address - before)
+    return block
 
 
 def make_own(nbytes: int, address: int) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import mmap
 import os
 import resource
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -142,41 +143,59 @@ class ShmLink(Link):
 
     def map(self, segment: int, offset: int, nbytes: int) -> Mapping:
         """Map a sealed range privately."""
-        return self._mapped(map_private, segment, offset, nbytes)
-
-    def map_through(self, segment: int, offset: int, nbytes: int) -> Mapping:
-        """Map a range that is still to be written."""
-        return self._mapped(map_through, segment, offset, nbytes)
-
-    def _mapped(
-        self,
-        how: Callable[[int, int, int], tuple[int, int, object]],
-        segment: int,
-        offset: int,
-        nbytes: int,
-    ) -> Mapping:
-        state = self._state(segment)
-        if not 0 <= offset < offset + nbytes <= state.nbytes:
-            raise TransportError(f"[{offset}, +{nbytes}) is outside segment {segment}")
+        state = self._state_of(segment, offset, nbytes)
         try:
-            address, before, owner = how(state.fd, offset, nbytes)
+            address, before, owner = map_private(state.fd, offset, nbytes)
         except OSError as error:
             raise TransportError(f"cannot map segment {segment}: {error}") from error
+        return Mapping(address, before, nbytes, owner)
+
+    def map_through(self, segment: int, offset: int, nbytes: int) -> Mapping:
+        """Map a range that is still to be written; it gets the page tables of the window, which are
+        filled before, so that writing cannot find that the host has no memory.
+        """
+        state = self._state_of(segment, offset, nbytes)
+        window = self.window(segment).address + offset
+        self.prepare(segment, offset, nbytes, fresh=True)
+        low, high = -(-offset // _GRANULE), (offset + nbytes) // _GRANULE
+        edges = [(offset, low * _GRANULE), (high * _GRANULE, offset + nbytes)]
+        if state.filled.find(0, low, high) >= 0 or any(
+            populate_write(*_pages(window - offset + start, window - offset + end))
+            for start, end in edges
+            if start < end
+        ):
+            raise TransportError(f"the host has no memory for {nbytes} bytes of segment {segment}")
+        try:
+            address, before, owner = map_through(window, state.fd, offset, nbytes)
+        except OSError as error:
+            raise TransportError(f"cannot map segment {segment}: {error}") from error
+        first, last = offset // _GRANULE, (offset + nbytes - 1) // _GRANULE + 1
+        state.filled[first:last] = bytes(last - first)
         return Mapping(address, before, nbytes, owner)
 
     def make_private(self, segment: int, offset: int, mapping: Mapping) -> None:
         """What is written to a mapping of :meth:`map_through` is no longer in the segment."""
         state = self._state(segment)
+        nbytes = mapping.nbytes
         try:
-            make_private(state.fd, offset, mapping.nbytes, mapping.address)
+            make_private(state.address + offset, state.fd, offset, nbytes, mapping.address)
         except OSError as error:
             raise TransportError(f"cannot map segment {segment} again: {error}") from error
+        first, last = -(-offset // _GRANULE), (offset + nbytes) // _GRANULE
+        if first < last:
+            state.filled[first:last] = b"\1" * (last - first)
 
     def close(self) -> None:
         # Without the lock: in a forked child it may be held by a thread that does not exist there.
         self._closed = True
         while self._segments:
             self._segments.popitem()[1].close()
+
+    def _state_of(self, segment: int, offset: int, nbytes: int) -> _Segment:
+        state = self._state(segment)
+        if not 0 <= offset < offset + nbytes <= state.nbytes:
+            raise TransportError(f"[{offset}, +{nbytes}) is outside segment {segment}")
+        return state
 
     def _state(self, segment: int) -> _Segment:
         state = self._segments.get(segment)
@@ -226,6 +245,12 @@ async def _attach(offer: bytes, directory: str) -> dict[int, _Segment]:
     except OSError as error:
         raise _no_descriptors() from error
     return {ident: _Segment(fd, n) for (ident, n), fd in zip(wanted, fds, strict=True)}
+
+
+def _pages(start: int, end: int) -> tuple[int, int]:
+    """The pages of a range: where the first one begins, and how many bytes they have."""
+    first = start - start % mmap.PAGESIZE
+    return first, -(-(end - first) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _found(path: str, directory: str) -> str:

@@ -7,7 +7,6 @@ mapping is made private, as that of a zero-copy get, and the put is committed un
 
 from __future__ import annotations
 
-import errno
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -26,14 +25,13 @@ from torchstore_core.clients.values.tensors import describe, dtype_of, from_buff
 from torchstore_core.contracts.transport import Mapping, SupportsMapThrough
 from torchstore_core.errors import TorchStoreError, TransportError, UnsupportedValueError
 from torchstore_core.machine import copying
-from torchstore_core.machine.virtual_memory import populate_read
 from torchstore_core.wire import messages as m
 
 if TYPE_CHECKING:
     from torchstore_core.clients.transfer.puts import PutOptions
 
 # Less than this is copied sooner than it is mapped.
-_LEAST_BYTES = 256 << 10
+_LEAST_BYTES = 1 << 20
 _KEY = f"{m.HIDDEN}allocated"  # until it has another one
 
 
@@ -101,20 +99,16 @@ async def _mapped(
             link: object = await links.connect(candidates[0])
             if not has_map_through(link):
                 return None
-            with link_errors():
-                mapping = link.map_through(grant.segment, grant.offset, nbytes)
+            mappings: list[Mapping] = []
+
+            def work() -> None:
+                with link_errors():
+                    mappings.append(link.map_through(grant.segment, grant.offset, nbytes))
+
+            await copying.run([work], nbytes)
         except TransportError:  # a put goes another way
             return None
-        start = mapping.address - mapping.offset
-        failed: list[int] = []
-
-        def fill() -> None:
-            failed.append(populate_read(start, mapping.offset + nbytes))
-
-        await copying.run([fill], nbytes)
-        # An older kernel (EINVAL) leaves that to page faults. Otherwise the host has no memory for
-        # it, which a put would notice as well.
-        return None if failed[0] not in (0, errno.EINVAL) else (link, grant, mapping)
+        return link, grant, mappings[0]
 
 
 def _died(session: Session, allocation: Allocation) -> None:

@@ -12,6 +12,7 @@ from torchstore_core.contracts.transport import (
     Copy,
     Link,
     SupportsMap,
+    SupportsMapThrough,
     SupportsProgress,
     SupportsRegistration,
     SupportsWindow,
@@ -100,6 +101,40 @@ class AbilityTests(TransportKit):
             check(same, "writing to a mapping changed the segment")
             ctypes.memmove(target.address, mapped.address, len(data))
             check(target.data() == bytes(10) + data[10:], "the mapping ended with its link")
+
+        self.with_link(endpoints, work)
+
+    def test_what_is_written_to_a_mapping_is_in_the_segment_until_it_is_private(self) -> None:
+        """Of every alignment; afterwards it is a private one."""
+        endpoints = self.anywhere()
+
+        async def work(_: Session, link: Link) -> None:
+            mapper: object = link
+            if not isinstance(mapper, SupportsMapThrough):
+                pytest.skip("it has no mappings that are written through")
+            for first in (0, 4096 + 64):
+                nbytes = 2_000_000
+                taken = endpoints.take(nbytes + first) + first
+                source, target = Memory(pattern(15 + first, nbytes)), Memory(nbytes)
+                mapped = mapper.map_through(0, taken, nbytes)
+                check(mapped.nbytes == nbytes, f"a mapping of {mapped.nbytes} bytes")
+                ctypes.memmove(mapped.address, source.address, nbytes)
+                same = endpoints.look(taken, nbytes) == source.data()
+                check(same, "what was written to the mapping is not in the segment")
+                mapper.make_private(0, taken, mapped)
+                same = endpoints.look(taken, nbytes) == source.data()
+                check(same, "what was written before is not in the segment")
+                view = memoryview(mapped.owner).cast("B")  # type: ignore[arg-type]
+                view[mapped.offset : mapped.offset + 10] = bytes(10)
+                same = endpoints.look(taken, nbytes) == source.data()
+                check(same, "writing to a private mapping changed the segment")
+                ctypes.memmove(target.address, mapped.address, nbytes)
+                check(
+                    target.data() == bytes(10) + source.data()[10:], "the mapping has other bytes"
+                )
+                endpoints.put(taken, bytes(nbytes))
+                await link.write([source.copy(taken)])
+                check(endpoints.look(taken, nbytes) == source.data(), "the link writes elsewhere")
 
         self.with_link(endpoints, work)
 

@@ -1,0 +1,81 @@
+"""What becomes of tensors in the memory of the store when putting them fails, or their process."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+import pytest
+import torch
+from tests.api.values.test_made_in_place import NUMEL, made, unfinished
+from tests.processes import run_script
+from tests.support import at_rest, halt, resume, running_store, used
+
+import torchstore_core as ts
+
+
+async def test_a_put_that_fails_leaves_the_tensor_its_bytes():
+    """Its memory is given back, and what is written to it later is nobody else's."""
+    async with running_store(timeout=30) as client:
+        tensor = await made(5)
+        pid = (await ts.status()).controller_pid
+        await halt(pid)
+        try:
+            with pytest.raises(ts.StoreTimeoutError):
+                await ts.put("t", tensor, timeout=0.3)
+        finally:
+            resume(pid)
+        assert (tensor == 5).all()
+        await at_rest(client)
+        there = await ts.exists("t")
+        await ts.put("t", torch.zeros(NUMEL))
+        tensor.fill_(6)
+        assert (await ts.get("t") == 0).all(), there
+        assert (await ts.get(await ts.put("again", tensor)) == 6).all()
+
+
+async def test_a_cancelled_put_leaves_the_tensor_its_bytes():
+    async with running_store(timeout=30) as client:
+        for turns in range(6):
+            tensor = await made(turns)
+            putting = asyncio.ensure_future(ts.put("t", tensor))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            putting.cancel()
+            await asyncio.gather(putting, return_exceptions=True)
+            await ts.put("u", torch.full((NUMEL,), -1.0))
+            assert (tensor == turns).all()
+            tensor.fill_(-2)
+            assert (await ts.get("u") == -1).all()
+            if await ts.exists("t"):
+                assert (await ts.get("t") == turns).all()
+                await ts.delete("t")
+        del tensor
+        gc.collect()
+        await at_rest(client)
+
+
+async def test_with_several_copies_it_is_an_ordinary_tensor():
+    strategy = ts.ReplicatedStrategy(copies=2)
+    async with running_store(strategy=strategy, num_storage_volumes=2):
+        tensor = await ts.empty(NUMEL)
+        assert not await unfinished()
+        await ts.put("t", tensor.fill_(4))
+        assert (await ts.get("t") == 4).all()
+
+
+async def test_a_process_that_is_killed_leaves_nothing():
+    async with running_store() as client:
+        script = f"""
+            import os, signal
+            client = await ts.connect({await ts.address()!r})
+            kept = await client.empty(1 << 20)
+            put = await client.empty(1 << 20)
+            await client.put("t", put.fill_(7))
+            os.kill(os.getpid(), signal.SIGKILL)
+        """
+        with pytest.raises(AssertionError):
+            await run_script(script)
+        await at_rest(client)
+        assert await used() == 4 << 20
+        assert (await ts.get("t") == 7).all()
