@@ -126,19 +126,23 @@ def _abort(session: Session, channel: Channel, txn: int) -> None:
     session.end(txn)
 
 
-def allocation_of(session: Session, sources: object, how: PutOptions) -> Allocation | None:
-    """The allocation that a put of these sources fills, if it only has to be committed."""
+def allocation_of(
+    session: Session, sources: object, how: PutOptions
+) -> tuple[Allocation, str] | None:
+    """The allocation that a put of these sources fills, if it only has to be committed, and under
+    which key.
+    """
     if type(sources) is not list or len(sources) != 1 or how.version or how.group is not None:
         return None
     source: Source = sources[0]
     tensor = source.tensor
     if tensor is None or source.part is not None or source.cast is not None or not tensor.is_cpu:
         return None
-    found = session.allocations.get(tensor.data_ptr())
+    found = session.allocations.get(source.address(tensor))
     if found is None or found.meta != source.meta or not tensor.is_contiguous():
         return None
     is_there = found.owner() is not None and not session.volumes[found.volume].lost
-    return found if is_there else None
+    return (found, source.key) if is_there else None
 
 
 async def seal(

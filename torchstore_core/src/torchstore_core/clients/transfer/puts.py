@@ -72,7 +72,7 @@ async def put_sources(
         The reply, with the version of each source; for a state dict, a single one.
     """
     if session.allocations and (found := allocation_of(session, sources, how)) is not None:
-        sealed = await seal(session, channel, found, sources[0].key, clock, how)
+        sealed = await seal(session, channel, *found, clock, how)
         if sealed is not None:
             return sealed
     if rides_in_message(session, sources, nbytes):
