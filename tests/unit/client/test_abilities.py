@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from torchstore_core.clients.session import abilities
+from torchstore_core.clients.session import links
 from torchstore_core.contracts import transport
 from torchstore_inprocess.transport import InProcessLink
 from torchstore_transports.shm.link import ShmLink
 
 #: Each ability by its Protocol.
 TOLD: dict[type, Callable[[object], bool]] = {
-    transport.SupportsWindow: abilities.has_window,
-    transport.SupportsMap: abilities.has_map,
-    transport.SupportsMapThrough: abilities.has_map_through,
-    transport.SupportsRegistration: abilities.has_registration,
-    transport.SupportsProgress: abilities.has_progress,
+    transport.SupportsWindow: links.has_window,
+    transport.SupportsMap: links.has_map,
+    transport.SupportsMapThrough: links.has_map_through,
+    transport.SupportsRegistration: links.has_registration,
+    transport.SupportsProgress: links.has_progress,
 }
 METHODS = sorted({name for ability in TOLD for name in vars(ability) if not name.startswith("_")})
 
@@ -43,11 +43,11 @@ def test_a_method_that_was_taken_away_does_not_count() -> None:
     class Unmapped(ShmLink):
         map = None  # type: ignore[assignment]
 
-    assert abilities.has_map(ShmLink.__new__(ShmLink))
-    assert not abilities.has_map(Unmapped.__new__(Unmapped))
+    assert links.has_map(ShmLink.__new__(ShmLink))
+    assert not links.has_map(Unmapped.__new__(Unmapped))
 
 
 def test_abilities_of_real_links() -> None:
     shm, inprocess = ShmLink.__new__(ShmLink), InProcessLink.__new__(InProcessLink)
-    assert abilities.has_window(shm)
+    assert links.has_window(shm)
     assert not any(told(inprocess) for told in TOLD.values())

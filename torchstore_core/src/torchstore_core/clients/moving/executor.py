@@ -16,8 +16,8 @@ from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.moving import staging
 from torchstore_core.clients.moving.batches import Batch, Mapped, ReadsInPlace
 from torchstore_core.clients.moving.windows import at_once, by_window
-from torchstore_core.clients.session.abilities import has_map, has_window
 from torchstore_core.clients.session.channel import Channel
+from torchstore_core.clients.session.links import has_map, has_window
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.session.stalls import StallWatch
 from torchstore_core.clients.session.volume_links import VolumeLinks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from torchstore_core.clients.session.link_errors import link_errors
+from torchstore_core.clients.session.links import link_errors
 from torchstore_core.contracts.transport import SupportsMap
 from torchstore_core.errors import TransportError
 

@@ -19,8 +19,7 @@ from torchstore_core.clients.moving.batches import (
     Move,
     Staged,
 )
-from torchstore_core.clients.session.abilities import has_registration
-from torchstore_core.clients.session.link_errors import link_errors
+from torchstore_core.clients.session.links import has_registration, link_errors
 from torchstore_core.contracts.transport import Copy, Link
 from torchstore_core.errors import TransportError
 from torchstore_core.machine import copying

@@ -21,7 +21,7 @@ from torchstore_core.clients.moving.batches import (
     Run,
 )
 from torchstore_core.clients.moving.staging import adapt, planned, unpack
-from torchstore_core.clients.session.link_errors import link_errors
+from torchstore_core.clients.session.links import link_errors
 from torchstore_core.contracts.transport import SupportsWindow, Window
 from torchstore_core.errors import TransportError
 from torchstore_core.machine import copying

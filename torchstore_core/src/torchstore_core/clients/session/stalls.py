@@ -12,8 +12,7 @@ import time
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from torchstore_core.clients.session.abilities import has_progress
-from torchstore_core.clients.session.link_errors import link_errors
+from torchstore_core.clients.session.links import has_progress, link_errors
 from torchstore_core.contracts.transport import Link, SupportsProgress
 from torchstore_core.errors import StoreClosedError, TransportError
 from torchstore_core.plugins.ranking import Candidate

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from torchstore_core.clients.session.abilities import has_window
+from torchstore_core.clients.session.links import has_window
 from torchstore_core.contracts.transport import Link, LinkContext
 from torchstore_core.errors import (
     PluginError,

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchstore_core.clients.calls.clock import Clock
-from torchstore_core.clients.session.abilities import has_map_through
 from torchstore_core.clients.session.allocation import Allocation
 from torchstore_core.clients.session.channel import Channel
-from torchstore_core.clients.session.link_errors import link_errors
+from torchstore_core.clients.session.links import has_map_through, link_errors
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.transfer.granting import begin_put
 from torchstore_core.clients.transfer.sources import Source

@@ -19,7 +19,7 @@ from torchstore_core.boxes import Box
 from torchstore_core.clients.moving.batches import MAP_MIN, Mapped, Move, ReadsInPlace, Rows, Run
 from torchstore_core.clients.moving.mapping import map_values
 from torchstore_core.clients.moving.windows import window_of
-from torchstore_core.clients.session.link_errors import link_errors
+from torchstore_core.clients.session.links import link_errors
 from torchstore_core.clients.transfer.sources import Source
 from torchstore_core.clients.transfer.targets import Plain, Results, Target, TargetPiece, narrow
 from torchstore_core.clients.transfer.tensor_moves import TensorBatch, TensorMove
