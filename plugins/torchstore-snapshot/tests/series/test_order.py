@@ -112,15 +112,17 @@ def test_what_replaces_a_snapshot_that_is_being_removed_stays(tmp_path: Path) ->
     removing.start()
     assert slow.stopped.wait(30)
     taking = threading.Thread(
-        target=Snapshot.take, args=(folder, state(2)), kwargs={"overwrite": True}
+        target=Snapshot.take,
+        args=(folder, state(2)),
+        kwargs={"overwrite": True, "fsync": False},
     )
     taking.start()
     while len([*folder.glob(".claim-*")]) < 2:  # the take has begun
         taking.join(0.001)
     taking.join(0.2)  # it could have ended by now, and must wait
     slow.goes_on.set()
-    removing.join(30)
-    taking.join(30)
+    removing.join()
+    taking.join()  # until it has removed what it replaces
     assert value(folder) == 2.0
     assert gc(tmp_path, grace=0).files == ()
     assert not [*folder.glob(".claim-*")]
