@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import signal
 
 import pytest
 import torch
@@ -79,3 +81,47 @@ async def test_a_process_that_is_killed_leaves_nothing():
         await at_rest(client)
         assert await used() == 4 << 20
         assert (await ts.get("t") == 7).all()
+
+
+async def test_two_threads_that_put_it_at_once_put_what_it_was():
+    """One of them commits it where it is, and the other copies it."""
+    async with running_store(timeout=30) as client:
+        for turn in range(10):
+            tensor = await made(turn)
+            refs = await asyncio.gather(
+                *[asyncio.to_thread(ts.blocking.put, f"t{at}", tensor) for at in range(4)]
+            )
+            tensor.fill_(-1)
+            for ref in refs:
+                assert (await ts.get(ref) == turn).all()
+            # The window of this process still is the store's memory, and what it writes arrives.
+            await ts.put("other", torch.full((4 * NUMEL,), float(turn)))
+            script = f"""
+                client = await ts.connect({await ts.address()!r})
+                print((await client.get("other") == {turn}).all().item())
+            """
+            if turn in (0, 9):
+                assert (await run_script(script)).split()[-1] == "True"
+        del tensor
+        gc.collect()
+        await at_rest(client)
+
+
+async def test_a_session_that_has_ended_leaves_what_was_not_put():
+    """The memory is somebody else's then, and the tensor still has its bytes."""
+    async with running_store(keeper=False):
+        tensor = await made(3)
+        pid = (await ts.status()).controller_pid
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(ts.TorchStoreError):
+            await _until_it_fails()
+        assert (tensor == 3).all()
+        tensor.fill_(4)
+        assert (tensor == 4).all()
+    async with running_store():
+        assert (await ts.get(await ts.put("t", tensor)) == 4).all()
+
+
+async def _until_it_fails() -> None:
+    while True:
+        await ts.put("t", 1)

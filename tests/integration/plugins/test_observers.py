@@ -108,6 +108,7 @@ CALLS = [
     Call("stat", ("a",), "a", 2),
     Call("status", (), "", 0),
     Call("put_object", (BIG,), "", 0, nbytes=NBYTES),
+    Call("empty", (9,), "", 0),
     Call("hold", ("a",), "a", 2),
     Call("wait_any", ([ts.ObjectRef("a", 2)],), "a", 0),
     Call("refs", (), "", 0),

@@ -169,20 +169,23 @@ def map_through(window: int, fd: int, offset: int, nbytes: int) -> tuple[int, in
     return address + before, before, _block(address, size)
 
 
-def make_private(window: int, fd: int, offset: int, nbytes: int, address: int) -> None:
+def make_private(window: int, fd: int, offset: int, nbytes: int, address: int) -> bool:
     """Make a mapping of :func:`map_through` copy-on-write, in one step: what was written before is
     in the file, and what is written from now on is not. Its page tables move back to ``window``: to
-    empty them takes as long as to copy what they are for.
+    empty them takes as long as to copy what they are for. Returns whether they have.
 
     Raises:
         OSError: the kernel refuses it; what is written still is in the file.
     """
     before = offset % mmap.PAGESIZE
     start, size = address - before, before + nbytes
-    # A kernel that cannot do this leaves them here, and empties them below.
-    _mremap(start, size, size, _MOVES_TABLES, window - before)
+    moved = bool(_mremap(start, size, size, _MOVES_TABLES, window - before) != _FAILED)
+    if not moved:  # its mapping is in pieces, for example; that there was one here is over by then
+        flags = mmap.MAP_SHARED | _MAP_NORESERVE | _MAP_FIXED
+        _map(fd, offset - before, size, flags, window - before)
     flags = mmap.MAP_PRIVATE | _MAP_NORESERVE | _MAP_FIXED
     _map(fd, offset - before, size, flags, start)
+    return moved
 
 
 def _moved(start: int, size: int) -> int:
@@ -197,8 +200,7 @@ def _moved(start: int, size: int) -> int:
         _munmap(there, address - there)
     _munmap(end, there + size + _TABLE - end)
     if _mremap(start, size, size, _MOVES_TABLES, address) == _FAILED:
-        _munmap(address, size)
-        return 0
+        return 0  # the address may be another thread's by now
     return address
 
 

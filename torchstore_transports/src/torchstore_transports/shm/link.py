@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import mmap
 import os
@@ -10,7 +11,7 @@ import resource
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -78,6 +79,7 @@ class ShmLink(Link):
     def __init__(self, segments: dict[int, _Segment]) -> None:
         self._segments = segments
         self._lock = threading.Lock()
+        self._pid = os.getpid()
         self._closed = False
 
     @classmethod
@@ -166,7 +168,8 @@ class ShmLink(Link):
         ):
             raise TransportError(f"the host has no memory for {nbytes} bytes of segment {segment}")
         try:
-            address, before, owner = map_through(window, state.fd, offset, nbytes)
+            with self._open(state):
+                address, before, owner = map_through(window, state.fd, offset, nbytes)
         except OSError as error:
             raise TransportError(f"cannot map segment {segment}: {error}") from error
         first, last = offset // _GRANULE, (offset + nbytes - 1) // _GRANULE + 1
@@ -178,18 +181,29 @@ class ShmLink(Link):
         state = self._state(segment)
         nbytes = mapping.nbytes
         try:
-            make_private(state.address + offset, state.fd, offset, nbytes, mapping.address)
+            with self._open(state):
+                window, at = state.address + offset, mapping.address
+                moved = make_private(window, state.fd, offset, nbytes, at)
         except OSError as error:
             raise TransportError(f"cannot map segment {segment} again: {error}") from error
         first, last = -(-offset // _GRANULE), (offset + nbytes) // _GRANULE
-        if first < last:
+        if moved and first < last:
             state.filled[first:last] = b"\1" * (last - first)
 
+    @contextlib.contextmanager
+    def _open(self, state: _Segment) -> Iterator[None]:
+        """The window of a segment stays where it is meanwhile."""
+        with self._lock:
+            if not state.address:
+                raise TransportError("the link is closed")
+            yield
+
     def close(self) -> None:
-        # Without the lock: in a forked child it may be held by a thread that does not exist there.
         self._closed = True
-        while self._segments:
-            self._segments.popitem()[1].close()
+        # In a forked child the lock may be held by a thread that does not exist there.
+        with self._lock if os.getpid() == self._pid else contextlib.nullcontext():
+            while self._segments:
+                self._segments.popitem()[1].close()
 
     def _state_of(self, segment: int, offset: int, nbytes: int) -> _Segment:
         state = self._state(segment)

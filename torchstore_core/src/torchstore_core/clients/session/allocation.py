@@ -6,8 +6,19 @@ import contextlib
 import weakref
 
 from torchstore_core.contracts.transport import Mapping, SupportsMapThrough
+from torchstore_core.errors import TransportError
 from torchstore_core.machine.virtual_memory import make_own
 from torchstore_core.values import TensorMeta
+
+# Those of this process, of whichever session, by the address of their tensor.
+_live: weakref.WeakValueDictionary[int, Allocation] = weakref.WeakValueDictionary()
+
+
+def is_allocated(address: int) -> bool:
+    """Whether a tensor that begins there is in memory of a store, and has not been put. It will
+    have other memory at the same address when it is, so nobody may go on writing to this.
+    """
+    return address in _live
 
 
 class Allocation:
@@ -38,6 +49,20 @@ class Allocation:
         self.address, self._before, self.nbytes = mapping.address, mapping.offset, mapping.nbytes
         self.owner = weakref.ref(mapping.owner)
         self._link = link
+        self._turn = [None]
+        _live[self.address] = self
+
+    def claim(self) -> bool:
+        """Whether the caller is the one that puts the tensor; others copy it. Atomic."""
+        try:
+            self._turn.pop()
+        except IndexError:
+            return False
+        return True
+
+    def give_back(self) -> None:
+        """What claimed it has changed nothing."""
+        self._turn.append(None)
 
     def make_private(self) -> None:
         """From now on, what is written to the tensor is not in the store.
@@ -54,3 +79,17 @@ class Allocation:
             make_own(self.nbytes, self.address)
             return True
         return False
+
+    def leave(self) -> None:
+        """The memory is about to be somebody else's: what is written to the tensor from now on must
+        not get there.
+        """
+        if self.claim():
+            with contextlib.suppress(TransportError):
+                self.make_private()
+
+    def leave_in_child(self) -> None:
+        """The same in a forked child, where it is still the parent's to fill."""
+        if not self.make_own():
+            with contextlib.suppress(TransportError):
+                self.make_private()

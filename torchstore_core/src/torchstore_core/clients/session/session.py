@@ -500,6 +500,8 @@ class Session:
     def on_end(self) -> None:
         """Called when the server is gone, or when it has ended this session."""
         self.lost = True
+        for allocation in list(self.allocations.values()):
+            allocation.leave()
         for channel in self._open_channels():
             with contextlib.suppress(RuntimeError):  # its loop is closed
                 channel.loop.call_soon_threadsafe(channel.give_up)
@@ -551,7 +553,7 @@ class Session:
         still the parent's to fill is copied.
         """
         while self.allocations:
-            self.allocations.popitem()[1].make_own()
+            self.allocations.popitem()[1].leave_in_child()
         for channel in self._open_channels():
             channel.discard()
         for volume in self.volumes:

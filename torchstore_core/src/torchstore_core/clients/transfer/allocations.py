@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 # Less than this is copied sooner than it is mapped.
 _LEAST_BYTES = 1 << 20
-_KEY = f"{m.HIDDEN}allocated"  # until it has another one
+# Until it has another one; each has its own, as that may decide the volume.
+_KEY = f"{m.HIDDEN}allocated"
 
 
 def blank(shape: int | Sequence[int], dtype: torch.dtype | None) -> torch.Tensor:
@@ -58,12 +59,14 @@ async def allocate(
         StoreFullError: there is no room.
     """
     meta, nbytes = describe(like), like.nbytes
-    if nbytes < _LEAST_BYTES:
+    # A relay that dies ends the session of a process that lives, and its unfinished puts with it.
+    if nbytes < _LEAST_BYTES or session.welcome.via is not None:
         return torch.empty_like(like, device="cpu")
     txn = session.begin()
     done = False
     try:
-        put = m.Put(channel.next_id(), txn, [m.PutItem(_KEY, meta, nbytes)])
+        key = f"{_KEY}-{session.welcome.session.hex()}-{txn}"
+        put = m.Put(channel.next_id(), txn, [m.PutItem(key, meta, nbytes)])
         granted = await begin_put(session, channel, put, 1, m.Granted, clock)
         clock.phase("plan")
         found = await _mapped(session, granted.grants, nbytes)
@@ -75,6 +78,8 @@ async def allocate(
         allocation = Allocation(txn, meta, place, link, mapping)
         session.allocations[mapping.address] = allocation
         weakref.finalize(mapping.owner, _died, session, allocation).atexit = False
+        if session.lost:  # checked last: it may have ended before it saw this
+            allocation.leave()
         clock.phase("copy")
         done = True
         return tensor
@@ -112,9 +117,13 @@ async def _mapped(
 
 def _died(session: Session, allocation: Allocation) -> None:
     """The tensor is gone. If it was not put, its memory is free."""
-    if session.allocations.get(allocation.address) is allocation:
-        del session.allocations[allocation.address]
+    _forget(session, allocation)
     session.abort_if_unfinished(allocation.txn)
+
+
+def _forget(session: Session, allocation: Allocation) -> None:
+    if session.allocations.get(allocation.address) is allocation:
+        session.allocations.pop(allocation.address, None)
 
 
 def _abort(session: Session, channel: Channel, txn: int) -> None:
@@ -156,32 +165,48 @@ async def seal(
 
     If this fails, or is cancelled, the tensor has memory of its own, and the put is undone.
     """
+    if not allocation.claim():
+        return None
     owner = allocation.owner()
     lease = session.next_id()
-    try:
-        with link_errors():
-            allocation.make_private()
-    except TransportError:
-        return None
-    session.allocations.pop(allocation.address, None)
     session.leases_in_use.add(lease)
+    try:
+        try:
+            with link_errors():
+                allocation.make_private()
+        except TransportError:
+            allocation.give_back()
+            return None
+        reply = await _sealed(session, channel, allocation, key, lease, clock, how)
+        session.hold(owner, lease, None)
+        session.end(allocation.txn)
+    finally:
+        session.leases_in_use.discard(lease)
+    _forget(session, allocation)  # only now: until then a forked child has nothing that keeps it
+    clock.phase("commit")
+    return reply
+
+
+async def _sealed(
+    session: Session,
+    channel: Channel,
+    allocation: Allocation,
+    key: str,
+    lease: int,
+    clock: Clock,
+    how: PutOptions,
+) -> m.Committed:
     try:
         hold, where = how.held_as or (0, "")
         name = "" if how.held_as else key
         number = channel.next_id()
         request = m.Seal(number, allocation.txn, name, lease, hold, where, how.when_full)
-        reply = await channel.call(request, m.Committed, clock.left(), quick=True)
+        return await channel.call(request, m.Committed, clock.left(), quick=True)
     except BaseException:
         if allocation.make_own():
+            _forget(session, allocation)
             _abort(session, channel, allocation.txn)
             session.release(lease)
         else:  # until the tensor dies
-            session.hold(owner, lease, None)
+            session.hold(allocation.owner(), lease, None)
         raise
-    else:
-        session.hold(owner, lease, None)
-        session.end(allocation.txn)
-    finally:
-        session.leases_in_use.discard(lease)
-    clock.phase("commit")
-    return reply

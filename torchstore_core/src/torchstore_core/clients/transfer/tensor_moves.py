@@ -16,6 +16,7 @@ from torchstore_core.clients.moving.batches import (
     LibraryMoves,
     Staged,
 )
+from torchstore_core.clients.session.allocation import is_allocated
 from torchstore_core.clients.transfer import cuda
 from torchstore_core.clients.transfer.targets import narrow
 from torchstore_core.clients.values.tensors import (
@@ -217,10 +218,11 @@ class TensorBatch(Batch):
 
     def memory(self) -> list[Memory]:
         storages = {id(one): one for one in self._memory if one is not None}
+        there = [one for one in storages.values() if one.device.type == "cpu"]
         return [
             Memory(one.data_ptr(), one.nbytes(), one)
-            for one in storages.values()
-            if one.device.type == "cpu"
+            for one in there
+            if not is_allocated(one.data_ptr())
         ]
 
     def take_memory(self) -> Sequence[torch.UntypedStorage | None]:
