@@ -21,6 +21,7 @@ ARGUMENTS: dict[str, list[Any]] = {
     "put": ["a", 1],
     "drain": ["torchstore-0"],
     "put_object": [1],
+    "empty": [3],
     "hold": ["a"],
     "wait_any": [[]],
     "free": [[]],
