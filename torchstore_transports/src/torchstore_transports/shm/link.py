@@ -78,7 +78,7 @@ class ShmLink(Link):
 
     def __init__(self, segments: dict[int, _Segment]) -> None:
         self._segments = segments
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may put, too
         self._pid = os.getpid()
         self._closed = False
 
