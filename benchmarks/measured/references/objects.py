@@ -97,6 +97,7 @@ class References:
                 seconds += time.perf_counter() - start
                 if not torch.equal(got, self._value):
                     wrong.append(IN_PLACE)
+                del made, got  # to unmap what has been read is no part of it, as with the others
             return seconds / count
 
         seconds = self._run(times())
