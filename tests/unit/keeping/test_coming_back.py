@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 import pytest
@@ -208,17 +209,20 @@ def test_memory_that_the_host_did_not_have_is_refused_again() -> None:
         log.close()
 
 
+def _restored(log: Log, there: Sequence[VolumeRecord]) -> RecordedController:
+    """A controller of volumes that are there already, made from its log."""
+    again = [VolumeRecord(v.info, v.memory, v.halves) for v in there]
+    one = RecordedController(log, again, singleton(), prefault=False)
+    one.restore()
+    return one
+
+
 def test_requests_are_recorded_as_they_arrived() -> None:
     """A put and a commit are not encoded again, and repeated all the same."""
     with volumes(1 << 20) as there:
         log = Log()
 
-        def made() -> RecordedController:
-            again = [VolumeRecord(v.info, v.memory, v.halves) for v in there]
-            one = RecordedController(log, again, singleton(), prefault=False)
-            one.restore()
-            return one
-
+        made = partial(_restored, log, there)
         controller = made()
         session = controller.open_session(facts(), HERE)
         small = m.Put(1, 1, [inline("small", b"\x01" * 1000)])
@@ -245,12 +249,7 @@ def test_what_was_sealed_has_its_key_and_its_lease_again() -> None:
     with volumes(1 << 20) as there:
         log = Log()
 
-        def made() -> RecordedController:
-            again = [VolumeRecord(v.info, v.memory, v.halves) for v in there]
-            one = RecordedController(log, again, singleton(), prefault=False)
-            one.restore()
-            return one
-
+        made = partial(_restored, log, there)
         controller = made()
         session = controller.open_session(facts(), HERE)
         for number in (1, 2, 3):
@@ -279,20 +278,14 @@ async def test_a_log_that_begins_with_a_large_state_is_not_written_anew_at_once(
     with volumes(64 << 20) as there:
         logs = [Log(), Log()]
 
-        def made(log: Log) -> RecordedController:
-            again = [VolumeRecord(v.info, v.memory, v.halves) for v in there]
-            one = RecordedController(log, again, singleton(), prefault=False)
-            one.restore()
-            return one
-
-        controller = made(logs[0])
+        controller = _restored(logs[0], there)
         session = controller.open_session(facts(), HERE)
         for number in range(1, 400):
             item = inline(f"k{number}", bytes(40_000))
             controller.put(session, m.Put(number, number, [item]))
-        assert Compaction(made(logs[0]), LinkToLogs()).is_due
+        assert Compaction(_restored(logs[0], there), LinkToLogs()).is_due
         controller.write_state(logs[1])
-        again = made(logs[1])
+        again = _restored(logs[1], there)
         compaction = Compaction(again, LinkToLogs())
         assert not compaction.is_due
         session = again.sessions[session.token]
