@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.api.values.test_made_in_place import NUMEL, made, unfinished
 from tests.processes import run_script
-from tests.support import at_rest, halt, resume, running_store, used
+from tests.support import at_rest, halt, resume, running_store, turn, used
 
 import torchstore_core as ts
 
@@ -42,7 +42,7 @@ async def test_a_cancelled_put_leaves_the_tensor_its_bytes():
             tensor = await made(turns)
             putting = asyncio.ensure_future(ts.put("t", tensor))
             for _ in range(turns):
-                await asyncio.sleep(0)
+                await turn()
             putting.cancel()
             await asyncio.gather(putting, return_exceptions=True)
             await ts.put("u", torch.full((NUMEL,), -1.0))

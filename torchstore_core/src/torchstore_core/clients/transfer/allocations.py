@@ -18,11 +18,11 @@ from torchstore_core.clients.session.allocation import Allocation
 from torchstore_core.clients.session.channel import Channel
 from torchstore_core.clients.session.links import has_map_through, link_errors
 from torchstore_core.clients.session.session import Session
-from torchstore_core.clients.transfer.granting import begin_put
+from torchstore_core.clients.transfer.granting import begin_put, give_up_put
 from torchstore_core.clients.transfer.sources import Source
 from torchstore_core.clients.values.tensors import describe, dtype_of, from_buffer
 from torchstore_core.contracts.transport import Mapping, SupportsMapThrough
-from torchstore_core.errors import TorchStoreError, TransportError, UnsupportedValueError
+from torchstore_core.errors import TransportError, UnsupportedValueError
 from torchstore_core.machine import copying
 from torchstore_core.wire import messages as m
 
@@ -85,14 +85,15 @@ async def allocate(
         return tensor
     finally:
         if not done:
-            _abort(session, channel, txn)
+            give_up_put(session, channel, txn)
+            session.end(txn)
 
 
 async def _mapped(
     session: Session, grants: Sequence[m.Grant | None], nbytes: int
 ) -> tuple[SupportsMapThrough, m.Grant, Mapping] | None:
-    grant = grants[0]
-    if len(grants) != 1 or grant is None:
+    grant = grants[0] if len(grants) == 1 else None
+    if grant is None:
         return None
     links = session.volumes[grant.volume]
     with links.in_use():
@@ -124,14 +125,6 @@ def _died(session: Session, allocation: Allocation) -> None:
 def _forget(session: Session, allocation: Allocation) -> None:
     if session.allocations.get(allocation.address) is allocation:
         session.allocations.pop(allocation.address, None)
-
-
-def _abort(session: Session, channel: Channel, txn: int) -> None:
-    try:
-        channel.send(m.Abort([txn]))
-    except TorchStoreError:
-        session.abort(txn)
-    session.end(txn)
 
 
 def allocation_of(
@@ -205,7 +198,8 @@ async def _sealed(
     except BaseException:
         if allocation.make_own():
             _forget(session, allocation)
-            _abort(session, channel, allocation.txn)
+            give_up_put(session, channel, allocation.txn)
+            session.end(allocation.txn)
             session.release(lease)
         else:  # until the tensor dies
             session.hold(allocation.owner(), lease, None)

@@ -1,7 +1,8 @@
-"""Asking the server for the memory of a put."""
+"""Asking the server for the memory of a put, and giving it back."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TypeVar
 
 import msgspec
@@ -9,7 +10,7 @@ import msgspec
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.session.channel import QUICK_ENTRIES, Channel
 from torchstore_core.clients.session.session import Session
-from torchstore_core.errors import StoreFullError
+from torchstore_core.errors import StoreFullError, TorchStoreError
 from torchstore_core.wire import messages as m
 
 R = TypeVar("R", bound=m.Message)
@@ -36,3 +37,16 @@ async def begin_put(
             raise
     again = msgspec.structs.replace(put, id=channel.next_id())
     return await channel.call(again, expect, clock.left())
+
+
+def give_up_put(
+    session: Session, channel: Channel, txn: int, unsettled: Collection[tuple[int, str]] = ()
+) -> None:
+    """Abort a put, see ``messages.Abort``: behind what the channel has sent, or else, if that is
+    down, in the background. The server ignores unknown ids, so this is right whether or not it has
+    begun the put.
+    """
+    try:
+        channel.send(m.Abort([txn], [*unsettled]))
+    except TorchStoreError:
+        session.abort(txn, unsettled)

@@ -18,7 +18,7 @@ from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.transfer.allocations import allocation_of, seal
 from torchstore_core.clients.transfer.columns.batches import ColumnsPut
 from torchstore_core.clients.transfer.columns.sources import TensorColumns
-from torchstore_core.clients.transfer.granting import begin_put
+from torchstore_core.clients.transfer.granting import begin_put, give_up_put
 from torchstore_core.clients.transfer.moves import put_batches
 from torchstore_core.clients.transfer.sources import Source, inline_bytes, release
 from torchstore_core.errors import TorchStoreError
@@ -143,10 +143,7 @@ class InPut:
         """The put was refused, or is given up. It may have been read, but is not read later."""
         if not self._every:
             return
-        try:
-            self._channel.send(m.Abort([txn]))
-        except TorchStoreError:
-            self._session.abort(txn)
+        give_up_put(self._session, self._channel, txn)
         self.take_back()
 
     def take_back(self) -> None:
@@ -268,13 +265,9 @@ class Putting:
         if not self._done:
             if begun is not None:
                 self._channel.forget(begun[0])
-            # The server ignores unknown ids, so this is right whether or not it has begun the put.
             unsettled = [
                 (batch.volume, batch.unsettled) for batch in self._batches if batch.unsettled
             ]
-            try:
-                self._channel.send(m.Abort([self._txn], unsettled))
-            except TorchStoreError:
-                self._session.abort(self._txn, unsettled)
+            give_up_put(self._session, self._channel, self._txn, unsettled)
             self._lent.take_back()
         self._session.end(self._txn)
