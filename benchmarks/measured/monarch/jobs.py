@@ -20,7 +20,7 @@ from typing import Any
 import torchstore_core as ts
 from torchstore_cli.bench.measuring import timed
 
-_BENCHMARKS = str(Path(__file__).parents[1])
+_BENCHMARKS = str(Path(__file__).parents[2])
 _WORKER = (
     "import sys; from monarch.actor import run_worker_loop_forever; "
     "run_worker_loop_forever(address=sys.argv[1], ca='trust_all_connections')"
