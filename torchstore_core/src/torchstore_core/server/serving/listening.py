@@ -157,7 +157,7 @@ class Listener:
 
     def _let_in(self, accepted: socket.socket) -> None:
         pid, uid = peer(accepted)
-        if uid is not None and uid != os.getuid():
+        if uid != os.getuid():
             log.warning("refused a connection of uid %d", uid)
             accepted.close()
             return
