@@ -19,6 +19,7 @@ from math import prod
 from typing import Any
 
 from torchstore_core.errors import ConfigurationError, TransportNotReadyError
+from torchstore_core.machine.tasks import call_from_thread
 from torchstore_core.machine.threads import start_thread
 
 #: Contiguous bytes: two addresses (or an address and an offset), and their number.
@@ -374,10 +375,7 @@ class CopyJob:
 
     def _end(self) -> None:
         self._idle.set()
-        try:
-            self._loop.call_soon_threadsafe(self._finish)
-        except RuntimeError:  # the loop is closed, nobody waits any more
-            return
+        call_from_thread(self._loop, self._finish)
 
     def _finish(self) -> None:
         if self._is_awaited and not self.future.done():

@@ -28,6 +28,7 @@ from torchstore_core.machine import topology
 from torchstore_core.machine.directories import PrivateDirectory, make_again
 from torchstore_core.machine.processes import started
 from torchstore_core.machine.sockets.unix import check_descriptors
+from torchstore_core.machine.tasks import call_from_thread
 from torchstore_core.plugins.absent_strategy import AbsentStrategy, Loading
 from torchstore_core.plugins.installed import Inventory
 from torchstore_core.plugins.registry import Registry
@@ -40,7 +41,6 @@ from torchstore_core.server.index.references.holds import grace_s
 from torchstore_core.server.keeping.link import LOG, KeeperLink
 from torchstore_core.server.memory import strategy_calls
 from torchstore_core.server.memory.allocator import Allocator
-from torchstore_core.server.memory.segment import call_from_thread
 from torchstore_core.server.memory.volume import Volume, default_capacity, default_prefault
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.remote.attached_volume import AttachedVolume, KnownVolume

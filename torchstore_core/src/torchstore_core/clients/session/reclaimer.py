@@ -26,6 +26,7 @@ import msgspec
 from torchstore_core.clients.session.holder import Holder, StorePlace
 from torchstore_core.clients.session.rejoining import has_ended
 from torchstore_core.errors import ProtocolError
+from torchstore_core.machine.tasks import call_from_thread
 from torchstore_core.machine.threads import start_thread
 from torchstore_core.wire import framing
 from torchstore_core.wire import messages as m
@@ -371,8 +372,7 @@ def _cancel(waiting: list[Waiting]) -> None:
     for future in waiting:
         done = future()
         if done is not None:  # otherwise its caller no longer waits
-            with contextlib.suppress(RuntimeError):  # its loop is closed
-                done.get_loop().call_soon_threadsafe(done.cancel)
+            call_from_thread(done.get_loop(), done.cancel)
 
 
 # Sockets and pipe ends that a forked child keeps open until it ends.

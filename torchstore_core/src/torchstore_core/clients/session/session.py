@@ -33,6 +33,7 @@ from torchstore_core.clients.session.volume_links import VolumeLinks
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.errors import StoreClosedError, StoreTimeoutError, TorchStoreError
 from torchstore_core.machine import topology
+from torchstore_core.machine.tasks import call_from_thread
 from torchstore_core.plugins.ranking import Policy
 from torchstore_core.plugins.registry import Registry
 from torchstore_core.wire import messages as m
@@ -458,9 +459,7 @@ class Session:
                 continue
             sock, welcome, _ = found
             channel.next_life = welcome.life
-            try:
-                channel.loop.call_soon_threadsafe(channel.adopt, sock, welcome.life)
-            except RuntimeError:  # its loop is closed
+            if not call_from_thread(channel.loop, channel.adopt, sock, welcome.life):
                 sock.close()
 
     def _doubt_channels(self) -> None:
@@ -473,8 +472,7 @@ class Session:
             for known in there:
                 channel = known()
                 if channel is not None and _is_left_alone(channel):
-                    with contextlib.suppress(RuntimeError):  # its loop is closed
-                        channel.loop.call_soon_threadsafe(channel.give_up)
+                    call_from_thread(channel.loop, channel.give_up)
 
         self._reclaimer.probe(alive)
 
@@ -503,8 +501,7 @@ class Session:
         for allocation in list(self.allocations.values()):
             allocation.leave()
         for channel in self._open_channels():
-            with contextlib.suppress(RuntimeError):  # its loop is closed
-                channel.loop.call_soon_threadsafe(channel.give_up)
+            call_from_thread(channel.loop, channel.give_up)
         for volume in self.volumes:  # or the memory of a store that has ended would never be freed
             volume.close()
 
@@ -522,14 +519,13 @@ class Session:
         self._reclaimer.wake()
 
     def _close_connections(self) -> None:
-        here = _running_loop()
+        here = asyncio._get_running_loop()
         for channel in self._open_channels():
             if channel.loop is here:
                 channel.close()
                 continue
-            try:  # only the thread of its own loop may use a channel
-                channel.loop.call_soon_threadsafe(channel.close)
-            except RuntimeError:  # its loop is closed
+            # Only the thread of its own loop may use a channel.
+            if not call_from_thread(channel.loop, channel.close):
                 channel.discard()
             if channel.unreachable:
                 channel.shut_down()
@@ -586,10 +582,3 @@ async def _handshake(
     if here is None:
         raise StoreClosedError("this client was closed")
     return await ask_volume(await here.channel(m.HANDSHAKE_S), volume, transport, data)
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None

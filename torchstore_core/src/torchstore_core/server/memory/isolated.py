@@ -30,6 +30,7 @@ from torchstore_core.errors import (
     TransportNotReadyError,
     TransportUnavailableError,
 )
+from torchstore_core.machine.tasks import begin
 from torchstore_core.plugins.registry import load_class
 from torchstore_core.wire.calls import Calls
 from torchstore_core.wire.framing import HEADER, FrameReader, portable
@@ -391,10 +392,8 @@ async def _serve(order: _Order) -> None:
                 reply = _Answer(ask.id, data, code, message, registered, details)
                 await loop.sock_sendall(sock, _frame(reply))
 
-    def begin(ask: _Ask) -> None:
-        task = loop.create_task(answer(ask))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
+    def handle(ask: _Ask) -> None:
+        task = begin(answer(ask), tasks)
         if ask.method == "handshake":
             mine = handshakes.setdefault(ask.peer, set())
             mine.add(task)
@@ -409,7 +408,7 @@ async def _serve(order: _Order) -> None:
     with contextlib.suppress(OSError):
         while data := await loop.sock_recv(sock, _RECEIVE):
             for body in reader.feed(data):
-                begin(msgspec.msgpack.decode(body, type=_Ask))
+                handle(msgspec.msgpack.decode(body, type=_Ask))
 
 
 def _checked(method: str, data: object) -> bytes:

@@ -117,7 +117,7 @@ class SpillThreads:
         self,
         file: SpillDevice,
         memories: Sequence[int],
-        soon: Callable[[Callable[[], None]], None],
+        soon: Callable[[Callable[[], None]], object],
     ) -> None:
         self.file = file
         self._memories = [MappedSegment(fd) for fd in memories]
