@@ -128,11 +128,6 @@ class SpillThreads:
             self.submit(orders.FreeSpill(0, []), lambda done: None)
 
     @property
-    def directory(self) -> str:
-        """Where the file is."""
-        return self.file.directory
-
-    @property
     def file_system(self) -> str:
         """The type of the file system; empty if it is not known."""
         return self.file.file_system
