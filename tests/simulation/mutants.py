@@ -365,7 +365,8 @@ def _does_what_it_cannot_record(patch: pytest.MonkeyPatch) -> None:
         self: RecordedController, kind: int, serial: int, body: bytes, do: Callable[[], None]
     ) -> None:
         with contextlib.suppress(StoreFullError):
-            self.log.append(kind, serial, body)
+            if not self._silent:
+                self.log.append(kind, serial, body)
         do()
 
     patch.setattr(RecordedController, "_sooner_or_later", at_once)
@@ -385,7 +386,8 @@ def _answers_what_it_cannot_record(patch: pytest.MonkeyPatch) -> None:
 
     def append(self: RecordedController, kind: int, serial: int, body: bytes) -> None:
         with contextlib.suppress(StoreFullError):
-            self.log.append(kind, serial, body, SPARE)
+            if not self._silent:
+                self.log.append(kind, serial, body, SPARE)
 
     patch.setattr(RecordedController, "_append", append)
 

@@ -17,6 +17,7 @@ from tests.simulation.machine.scheduling import Action
 from torchstore_core.errors import TorchStoreError
 from torchstore_core.machine.directories import PrivateDirectory
 from torchstore_core.machine.processes import Process
+from torchstore_core.machine.tasks import begin
 from torchstore_core.server.remote.relay import Relay, _Client
 from torchstore_core.server.remote.relay_server import RelayServer
 from torchstore_core.server.serving.conversation import Conversation
@@ -53,7 +54,7 @@ class Uplink:
         self._known: set[Conversation] = set()
         nowhere = cast(PrivateDirectory, None)  # it never listens
         self.relay = Relay(self, nowhere, lost=self._lost, clock=world.loop.time)
-        self.relay._spawn(self.relay._poll())
+        begin(self.relay._poll(), self.relay._tasks)
 
     @property
     def usable(self) -> bool:

@@ -136,7 +136,7 @@ def _check_holds(controller: Controller, sessions: Collection[SessionRecord]) ->
 
 def _said_of_spilling(spilling: Spilling) -> Any:
     """All that the checks below look at."""
-    residency, mover = spilling.values, spilling._mover
+    residency, mover = spilling.values, spilling.mover
     there, orders = residency._tracked.copy(), residency._by_use.values()
     facts = [*map(astuple, there.values())]
     said = [*map(len, orders), *residency.bytes_of.values()]
@@ -148,7 +148,7 @@ def _said_of_spilling(spilling: Spilling) -> Any:
 
 def _tracked(spilling: Spilling) -> list[Tracked]:
     """All that has a place on the disk, or in memory, because it may leave memory."""
-    mover = spilling._mover
+    mover = spilling.mover
     reading = [] if mover is None else [one for one in mover.reading if one.gone]
     return [*spilling.values.all(), *reading]
 
@@ -164,7 +164,7 @@ def _check_tracked(spilling: Spilling, values: Collection[Value]) -> None:
 
 def _check_disk(spilling: Spilling, tracked: list[Tracked]) -> None:
     """What is on disk lies there alone. (Nobody knows what is written for nothing.)"""
-    mover = spilling._mover
+    mover = spilling.mover
     if mover is None:
         return
     pages: set[int] = set()

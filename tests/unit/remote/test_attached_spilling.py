@@ -46,7 +46,7 @@ async def _client(made: Attached, volumes: int) -> ts.Client:
 
 
 def _mover(made: Attached) -> Mover:
-    mover = made.server.controller.spilling._mover
+    mover = made.server.controller.spilling.mover
     assert mover is not None
     return mover
 

@@ -10,13 +10,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 
-try:
-    from torchstore_core import _native
+from torchstore_core.machine.copying import compiled
 
-    _guard: Callable[[int, int], int] | None = _native.guard
-    _is_lost, _unguard = _native.is_lost, _native.unguard
-except (ImportError, AttributeError):  # built without a compiler, or from older source than this
-    _guard = None
+_guard: Callable[[int, int], int] | None = compiled("guard")
+_is_lost: Callable[[int], bool] = compiled("is_lost")
+_unguard: Callable[[int], None] = compiled("unguard")
 
 
 def can_guard() -> bool:

@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import importlib
 import os
 import queue
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
+from typing import Any
 
 from torchstore_core.errors import ConfigurationError, TransportNotReadyError
+from torchstore_core.machine.tasks import call_from_thread
 from torchstore_core.machine.threads import start_thread
 
 #: Contiguous bytes: two addresses (or an address and an offset), and their number.
@@ -25,30 +28,24 @@ Run = tuple[int, int, int]
 Grid = tuple[int, int, int, int, int, int]
 Task = Callable[[], None]
 
-try:
-    from torchstore_core._native import copy_rows as _native_rows
-    from torchstore_core._native import copy_runs as _native_runs
-except ImportError:  # built without a compiler
-    _native_runs = _native_rows = None  # type: ignore[assignment]
-try:
-    from torchstore_core._native import copy_columns as _native_columns
-except ImportError:  # or from older source than this
-    _native_columns = None  # type: ignore[assignment]
-try:
-    from torchstore_core._native import hash_runs as _native_hash_runs
-except ImportError:
-    _native_hash_runs = None  # type: ignore[assignment]
-try:
-    from torchstore_core._native import copy_strided as _native_strided
-except ImportError:
-    _native_strided = None  # type: ignore[assignment]
-_copy_runs: Callable[[list[Run], int, bool, bool], None] | None = _native_runs
-_copy_columns: Callable[[list[int], list[int], list[int], int, bool, bool], None] | None = (
-    _native_columns
+
+def compiled(name: str) -> Any:
+    """A function of the compiled module; None if that was built without a compiler, so that there
+    is none, or from older source than this.
+    """
+    try:
+        return getattr(importlib.import_module("torchstore_core._native"), name, None)
+    except ImportError:
+        return None
+
+
+_copy_runs: Callable[[list[Run], int, bool, bool], None] | None = compiled("copy_runs")
+_copy_columns: Callable[[list[int], list[int], list[int], int, bool, bool], None] | None = compiled(
+    "copy_columns"
 )
-_copy_rows: Callable[[array[int], bool], None] | None = _native_rows
-_copy_strided: Callable[[array[int]], None] | None = _native_strided
-_hash_runs: Callable[[list[Run]], bytes | None] | None = _native_hash_runs
+_copy_rows: Callable[[array[int], bool], None] | None = compiled("copy_rows")
+_copy_strided: Callable[[array[int]], None] | None = compiled("copy_strided")
+_hash_runs: Callable[[list[Run]], bytes | None] | None = compiled("hash_runs")
 
 #: Bytes of strided copies that one thread takes at a time.
 CHUNK = 4 << 20
@@ -88,7 +85,7 @@ def copy_threads() -> int:
         if not text.isdecimal() or int(text) < 1:
             raise ConfigurationError(f"TORCHSTORE_COPY_THREADS={text!r} is not a positive number")
         return int(text)
-    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4, 8)
+    return min(len(os.sched_getaffinity(0)), 8)
 
 
 def copy_pieces(pieces: Iterable[Run], *, stream: bool) -> None:
@@ -378,10 +375,7 @@ class CopyJob:
 
     def _end(self) -> None:
         self._idle.set()
-        try:
-            self._loop.call_soon_threadsafe(self._finish)
-        except RuntimeError:  # the loop is closed, nobody waits any more
-            return
+        call_from_thread(self._loop, self._finish)
 
     def _finish(self) -> None:
         if self._is_awaited and not self.future.done():
@@ -452,8 +446,7 @@ def _after_fork() -> None:
     _pool_lock = threading.Lock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 async def run(tasks: Iterable[Task], nbytes: int) -> None:

@@ -39,7 +39,7 @@ class Numa(msgspec.Struct, frozen=True):
 
 def probe_numa(system: Path = Path("/sys")) -> Numa:
     """Return what the system knows; ``system``: where it tells."""
-    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    usable = os.sched_getaffinity(0)
     nodes = {
         int(folder.name.removeprefix("node")): _numbers(folder / "cpulist")
         for folder in (system / "devices/system/node").glob("node[0-9]*")

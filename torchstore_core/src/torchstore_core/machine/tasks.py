@@ -1,12 +1,35 @@
-"""Waiting for work that must not be left running. Torch-free."""
+"""Work on event loops: begun, and waited for where it must not be left running. Torch-free."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+def begin(work: Coroutine[Any, Any, T], kept: set[asyncio.Task[T]]) -> asyncio.Task[T]:
+    """Begin work on the running event loop. The task is ``kept`` until it ends, because the loop
+    alone would not keep it.
+    """
+    task = asyncio.get_running_loop().create_task(work)
+    kept.add(task)
+    task.add_done_callback(kept.discard)
+    return task
+
+
+def call_from_thread(
+    loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: Any
+) -> bool:
+    """Have an event loop call something, in any thread. Returns whether it will: not if it is
+    closed.
+    """
+    try:
+        loop.call_soon_threadsafe(call, *args)
+    except RuntimeError:
+        return False
+    return True
 
 
 def is_cancelled() -> bool:

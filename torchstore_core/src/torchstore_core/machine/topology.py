@@ -183,12 +183,6 @@ def capacity_warning(capacity: int, memory_bytes: int, host: str) -> str:
     )
 
 
-def _cpus() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def _listdir(path: str) -> list[str]:
     try:
         return sorted(os.listdir(path))
@@ -230,7 +224,7 @@ def probe() -> Topology:
         hostname,
         os.getpid(),
         os.getuid(),
-        _cpus(),
+        len(os.sched_getaffinity(0)),
         memory,
         cuda,
         rdma,

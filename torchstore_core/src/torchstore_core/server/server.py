@@ -28,6 +28,7 @@ from torchstore_core.machine import topology
 from torchstore_core.machine.directories import PrivateDirectory, make_again
 from torchstore_core.machine.processes import started
 from torchstore_core.machine.sockets.unix import check_descriptors
+from torchstore_core.machine.tasks import call_from_thread
 from torchstore_core.plugins.absent_strategy import AbsentStrategy, Loading
 from torchstore_core.plugins.installed import Inventory
 from torchstore_core.plugins.registry import Registry
@@ -36,10 +37,10 @@ from torchstore_core.reports.bandwidths import repair_bandwidth
 from torchstore_core.reports.status import StatusReport
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.records import SessionRecord
+from torchstore_core.server.index.references.holds import grace_s
 from torchstore_core.server.keeping.link import LOG, KeeperLink
 from torchstore_core.server.memory import strategy_calls
 from torchstore_core.server.memory.allocator import Allocator
-from torchstore_core.server.memory.segment import call_from_thread
 from torchstore_core.server.memory.volume import Volume, default_capacity, default_prefault
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.remote.attached_volume import AttachedVolume, KnownVolume
@@ -49,7 +50,6 @@ from torchstore_core.server.serving import inspection, journal
 from torchstore_core.server.serving.connection import Connection
 from torchstore_core.server.serving.conversation import Conversation
 from torchstore_core.server.serving.handshakes import Handshakes
-from torchstore_core.server.serving.holding import grace_s, is_holder
 from torchstore_core.server.serving.journal import Refusals
 from torchstore_core.server.serving.listening import Listener, speaking
 from torchstore_core.server.serving.members import Members, is_member
@@ -790,7 +790,7 @@ class Server:
         sessions = [
             inspection.session_status(s, s.facts.role)
             for s in controller.sessions.values()
-            if not (is_member(s) or is_holder(s))
+            if not (is_member(s) or s.is_holder)
         ]
         sessions += [
             inspection.session_status(s, "orphan") for s in controller.detached.sessions.values()

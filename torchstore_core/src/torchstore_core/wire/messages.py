@@ -107,7 +107,7 @@ MAX_REASON = 1 << 14
 #: Most entries in one Listing, and most characters of their keys: limits a reply to a few MB.
 MAX_LISTED = 10_000
 MAX_LISTED_CHARS = 1 << 20
-#: The role of a session that exists for holds alone, see ``server.serving.holding``.
+#: The role of a session that exists for holds alone, see ``SessionRecord.is_holder``.
 HOLDER_ROLE = "references"
 #: The role of the session of a copier, see :mod:`.copies`.
 COPIER_ROLE = "copies"

@@ -8,13 +8,13 @@ import functools
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 import msgspec
 
 from torchstore_core.errors import ProtocolError, StoreClosedError
 from torchstore_core.machine.processes import ProcessWatch
+from torchstore_core.machine.tasks import begin
 from torchstore_core.runtimes.server_process import ServerProcess
 from torchstore_core.server.remote.lines import Line
 from torchstore_core.server.remote.relay_server import EXPIRE_S, RelayServer
@@ -220,7 +220,7 @@ class Switchboard:
             case wire.Ask(token, number, got, requests):
                 self._ask(relays, token, number, got, requests)
             case wire.Poll(number, token, got):
-                self._spawn(self._poll(carrier, relays, number, token, got))
+                begin(self._poll(carrier, relays, number, token, got), self._tasks)
             case wire.OpenUplink():
                 self._open(carrier, relays, message)
             case wire.AgentOf(number, peer):
@@ -289,11 +289,6 @@ class Switchboard:
     def _send(self, message: wire.Say | wire.Ended) -> None:
         if self._carrier is not None:
             self._carrier.send(message)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 class _Carrier(FrameProtocol):

@@ -128,7 +128,7 @@ async def _handshake(
                 await connect(sock, path)
                 accepted = True
                 _, uid = peer(sock)
-                if uid not in (None, os.getuid()):
+                if uid != os.getuid():
                     raise PermissionError(
                         f"uid {uid} runs it, and this process is of {os.getuid()}"
                     )

@@ -281,10 +281,9 @@ def claim_waiting() -> None:
                 _waiting.discard(ref)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
-    )
+os.register_at_fork(
+    before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+)
 
 
 # ---- references in values -----------------------------------------------------------------

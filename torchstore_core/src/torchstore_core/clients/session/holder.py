@@ -461,9 +461,8 @@ def _after_in_child() -> None:
     _lock.release()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_before_fork,
-        after_in_parent=_after_in_parent,
-        after_in_child=_after_in_child,
-    )
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_after_in_parent,
+    after_in_child=_after_in_child,
+)

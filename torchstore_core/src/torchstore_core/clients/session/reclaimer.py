@@ -19,58 +19,26 @@ import weakref
 from asyncio import Future
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from torchstore_core.clients.session.holder import Holder, StorePlace
 from torchstore_core.clients.session.rejoining import has_ended
 from torchstore_core.errors import ProtocolError
+from torchstore_core.machine.tasks import call_from_thread
 from torchstore_core.machine.threads import start_thread
 from torchstore_core.wire import framing
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.batches import Held, aborts, releases
 from torchstore_core.wire.framing import FrameReader, encode
 
+if TYPE_CHECKING:
+    from torchstore_core.clients.session.session import Session
+
 log = logging.getLogger(__name__)
 
 Waiting = weakref.ref[Future[m.Message]]
-
-
-class Owner(Protocol):
-    """What the thread requires of its session. The thread calls these methods."""
-
-    def next_id(self) -> int:
-        """Return a new id, unique in the session."""
-
-    def on_notification(self, message: m.Message) -> None:
-        """Handle a message that the server sent without a request."""
-
-    def after_wake_up(self) -> None:
-        """Do background work that should not slow calls down. Called after every wake-up."""
-
-    def finish_if_idle(self) -> bool:
-        """End the session if it was closed and nothing is in progress; return whether it has."""
-
-    def rejoin(
-        self, leases: Callable[[], list[tuple[int, list[int] | None]]]
-    ) -> tuple[socket.socket, FrameReader] | None:
-        """The liveness connection is lost: a new one to a server that comes back, and what has come
-        on it in part; None if there is none. ``leases``: what tensors hold.
-        """
-
-    def came_back(
-        self,
-        welcome: m.Welcome,
-        liveness: socket.socket,
-        leases: Callable[[], list[tuple[int, list[int] | None]]],
-    ) -> None:
-        """The server has died and is back, with the liveness connection that it had: tell it what
-        this client has. ``leases``: what tensors hold.
-        """
-
-    def on_end(self) -> None:
-        """Called once, when the session has ended."""
 
 
 class _ForkGuard:
@@ -105,13 +73,13 @@ class Reclaimer:
     """Holds the leases of mapped tensors, and releases them.
 
     Args:
-        owner: the session.
+        session: whose leases they are.
         connection: the liveness connection, after its handshake.
         place: what references say of the store.
     """
 
-    def __init__(self, owner: Owner, connection: socket.socket, place: StorePlace) -> None:
-        self._owner = owner
+    def __init__(self, session: Session, connection: socket.socket, place: StorePlace) -> None:
+        self._session = session
         self._connection = connection
         self._connection.setblocking(True)
         self._unread = FrameReader(m.MAX_FRAME)
@@ -132,7 +100,7 @@ class Reclaimer:
         # A file rather than a raw descriptor, so that a late finalizer cannot write to a descriptor
         # whose number has been reused.
         self._wake = io.FileIO(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), "r+")
-        self.holder = Holder(place, connection, owner.next_id, self.wake)
+        self.holder = Holder(place, connection, session.next_id, self.wake)
 
     def start(self) -> None:
         """Start the thread.
@@ -151,7 +119,7 @@ class Reclaimer:
         """Release ``positions`` of ``lease`` (None: all of it) when ``tensors``, the object that
         owns the mapped memory, is collected.
         """
-        ident = self._owner.next_id()
+        ident = self._session.next_id()
         wakes, tells = _Watch(tensors, _wake_by), _Watch(tensors, self._dead.append)
         wakes.write, tells.ident = self._wake.write, ident  # the last one is called first
         self._held[ident] = (lease, positions), tells, wakes
@@ -197,7 +165,7 @@ class Reclaimer:
                 continue
         finally:  # without this thread nothing would be released any more: the server must see that
             self.holder.close()
-            self._owner.on_end()
+            self._session.on_end()
             _cancel([*self._waiting, *itertools.chain(*self._flushes.values())])
             self._has_stopped = True
             self._held.clear()  # what dies later wakes nobody
@@ -213,7 +181,7 @@ class Reclaimer:
             log.debug("liveness connection: %s", error)
         else:
             return False
-        found = self._owner.rejoin(self._leases)
+        found = self._session.rejoin()
         if found is None:
             return False
         self._connection.close()
@@ -230,7 +198,7 @@ class Reclaimer:
         self._waking = False
         self.wake()
 
-    def _leases(self) -> list[tuple[int, list[int] | None]]:
+    def leases(self) -> list[Held]:
         """What tensors hold, those included whose releases are still to be sent."""
         found: dict[int, list[int] | None] = {}
         waiting = [held for _, held in [*list(self._to_release), *self._deferred]]
@@ -243,7 +211,7 @@ class Reclaimer:
 
     def probe(self, alive: Callable[[], None]) -> None:
         """Ask the server whether it lives, and call ``alive`` if it answers. In the thread."""
-        probe = m.Exists(self._owner.next_id(), [])
+        probe = m.Exists(self._session.next_id(), [])
         self._probes[probe.id] = alive
         self.holder.write(encode(probe))
 
@@ -271,11 +239,11 @@ class Reclaimer:
         self._send_all()
         self.holder.flush_if_due(now=bool(waiting))
         if waiting:  # replies come in order: by then all that was sent is processed
-            flush = m.Exists(self._owner.next_id(), [])
+            flush = m.Exists(self._session.next_id(), [])
             self._flushes[flush.id] = waiting
             self.holder.write(encode(flush))
-        self._owner.after_wake_up()
-        return not self._owner.finish_if_idle() or bool(
+        self._session.after_wake_up()
+        return not self._session.finish_if_idle() or bool(
             self._held or self._deferred or self._to_release or self.holder.busy
         )
 
@@ -291,13 +259,13 @@ class Reclaimer:
                 return False
             if isinstance(message, m.Welcome):
                 self._ask_again()
-                self._owner.came_back(message, self._connection, self._leases)
+                self._session.came_back(message, self._connection)
             elif isinstance(message, m.Flags) and message.id in self._probes:
                 self._probes.pop(message.id)()
             elif isinstance(message, m.Flags):
                 _cancel(self._flushes.pop(message.id, []))
             else:
-                self._owner.on_notification(message)
+                self._session.on_notification(message)
         return True
 
     def _send_all(self) -> None:
@@ -371,8 +339,7 @@ def _cancel(waiting: list[Waiting]) -> None:
     for future in waiting:
         done = future()
         if done is not None:  # otherwise its caller no longer waits
-            with contextlib.suppress(RuntimeError):  # its loop is closed
-                done.get_loop().call_soon_threadsafe(done.cancel)
+            call_from_thread(done.get_loop(), done.cancel)
 
 
 # Sockets and pipe ends that a forked child keeps open until it ends.

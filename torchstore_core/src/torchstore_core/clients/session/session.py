@@ -13,7 +13,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from torchstore_core.clients.session.allocation import Allocation
 from torchstore_core.clients.session.channel import Channel
@@ -33,10 +33,11 @@ from torchstore_core.clients.session.volume_links import VolumeLinks
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.errors import StoreClosedError, StoreTimeoutError, TorchStoreError
 from torchstore_core.machine import topology
+from torchstore_core.machine.tasks import call_from_thread
 from torchstore_core.plugins.ranking import Policy
 from torchstore_core.plugins.registry import Registry
 from torchstore_core.wire import messages as m
-from torchstore_core.wire.batches import resumes
+from torchstore_core.wire.batches import Held, resumes
 from torchstore_core.wire.framing import FrameReader, encode
 
 log = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ class Session:
         self._warm: list[tuple[int, int, int]] = list(welcome.warm)
         self._reclaimer = Reclaimer(self, liveness, _place(address, welcome))
         if not welcome.id:  # not the answer: the server has died, is back, and asks what there is
-            for message in self._resuming(list):
+            for message in self._resuming():
                 self._reclaimer.send(message)
         self._reclaimer.start()
 
@@ -378,13 +379,12 @@ class Session:
                 except Exception as error:  # noqa: BLE001 - of a transport, whatever it raises
                     log.debug("page tables of volume %d: %r", volume, error)
 
-    def rejoin(
-        self, leases: Callable[[], list[tuple[int, list[int] | None]]]
-    ) -> tuple[socket.socket, FrameReader] | None:
-        """See ``reclaimer.Owner``. Then the channels are given new connections, too."""
+    def rejoin(self) -> tuple[socket.socket, FrameReader] | None:
+        """The liveness connection is lost: a new one to a server that comes back, and what has come
+        on it in part; None if there is none. Then the channels are given new connections, too.
+        """
         if not self.welcome.life:
             return None
-
         path, hello = socket_path(self.address), self._hello(returns=True)
         try:
             found = rejoin(path, hello, lambda: not self._is_idle)
@@ -396,31 +396,26 @@ class Session:
         sock, welcome, unread = found
         self._renew(welcome)
         with contextlib.suppress(OSError):  # it is lost again, as the reclaimer will see
-            sock.sendall(b"".join(map(encode, self._resuming(leases))))
+            sock.sendall(b"".join(map(encode, self._resuming())))
         self._reconnect_channels(sock)
         return sock, unread
 
-    def came_back(
-        self,
-        welcome: m.Welcome,
-        liveness: socket.socket,
-        leases: Callable[[], list[tuple[int, list[int] | None]]],
-    ) -> None:
-        """See ``reclaimer.Owner``. The channels are given new connections."""
+    def came_back(self, welcome: m.Welcome, liveness: socket.socket) -> None:
+        """The server has died and is back, with the liveness connection that it had: tell it what
+        this client has. The channels are given new connections.
+        """
         self._renew(welcome)
-        for message in self._resuming(leases):
+        for message in self._resuming():
             self.holder.write(encode(message))
         self._reconnect_channels(liveness)
 
-    def _resuming(
-        self, leases: Callable[[], list[tuple[int, list[int] | None]]]
-    ) -> list[m.Message]:
+    def _resuming(self) -> list[m.Message]:
         """What the server must know that has come back."""
         # In this order: what a call hands over to its tensors is in one of the two.
-        in_use: list[tuple[int, list[int] | None]] = [(x, None) for x in self.leases_in_use.copy()]
+        in_use: list[Held] = [(x, None) for x in self.leases_in_use.copy()]
         asks = [number for channel in self._open_channels() for number in channel.unanswered()]
         unfinished = list(self._unfinished.copy())
-        told = resumes(self.welcome.life, unfinished, leases() + in_use, asks)
+        told = resumes(self.welcome.life, unfinished, self._reclaimer.leases() + in_use, asks)
         return [*told, m.Keep()] if self._keeps_memory else [*told]
 
     def _renew(self, welcome: m.Welcome) -> None:
@@ -458,9 +453,7 @@ class Session:
                 continue
             sock, welcome, _ = found
             channel.next_life = welcome.life
-            try:
-                channel.loop.call_soon_threadsafe(channel.adopt, sock, welcome.life)
-            except RuntimeError:  # its loop is closed
+            if not call_from_thread(channel.loop, channel.adopt, sock, welcome.life):
                 sock.close()
 
     def _doubt_channels(self) -> None:
@@ -473,8 +466,7 @@ class Session:
             for known in there:
                 channel = known()
                 if channel is not None and _is_left_alone(channel):
-                    with contextlib.suppress(RuntimeError):  # its loop is closed
-                        channel.loop.call_soon_threadsafe(channel.give_up)
+                    call_from_thread(channel.loop, channel.give_up)
 
         self._reclaimer.probe(alive)
 
@@ -503,8 +495,7 @@ class Session:
         for allocation in list(self.allocations.values()):
             allocation.leave()
         for channel in self._open_channels():
-            with contextlib.suppress(RuntimeError):  # its loop is closed
-                channel.loop.call_soon_threadsafe(channel.give_up)
+            call_from_thread(channel.loop, channel.give_up)
         for volume in self.volumes:  # or the memory of a store that has ended would never be freed
             volume.close()
 
@@ -522,14 +513,13 @@ class Session:
         self._reclaimer.wake()
 
     def _close_connections(self) -> None:
-        here = _running_loop()
+        here = asyncio._get_running_loop()
         for channel in self._open_channels():
             if channel.loop is here:
                 channel.close()
                 continue
-            try:  # only the thread of its own loop may use a channel
-                channel.loop.call_soon_threadsafe(channel.close)
-            except RuntimeError:  # its loop is closed
+            # Only the thread of its own loop may use a channel.
+            if not call_from_thread(channel.loop, channel.close):
                 channel.discard()
             if channel.unreachable:
                 channel.shut_down()
@@ -586,10 +576,3 @@ async def _handshake(
     if here is None:
         raise StoreClosedError("this client was closed")
     return await ask_volume(await here.channel(m.HANDSHAKE_S), volume, transport, data)
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None

@@ -28,7 +28,7 @@ from torchstore_core.errors import (
     TransportUnavailableError,
 )
 from torchstore_core.machine.sockets.unix import check_descriptors
-from torchstore_core.machine.tasks import is_cancelled, wait_ended
+from torchstore_core.machine.tasks import call_from_thread, is_cancelled, wait_ended
 from torchstore_core.machine.topology import Topology
 from torchstore_core.plugins.ranking import Candidate, Policy, Ranking, rank
 from torchstore_core.plugins.registry import Registry, load_class
@@ -308,8 +308,7 @@ class VolumeLinks:
         for known in list(self._limits):
             limit, loop = known[0](), known[1]()
             if limit is not None and loop is not None:
-                with contextlib.suppress(RuntimeError):  # its loop is closed
-                    loop.call_soon_threadsafe(_expire, limit)
+                call_from_thread(loop, _expire, limit)
         self.close()
 
     def close(self) -> None:

@@ -240,9 +240,8 @@ def _each(call: Callable[[Session], Any]) -> None:
             call(session)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_before_fork,
-        after_in_parent=_after_in_parent,
-        after_in_child=_after_in_child,
-    )
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_after_in_parent,
+    after_in_child=_after_in_child,
+)

@@ -416,8 +416,7 @@ def _after_fork_in_child() -> None:
     _registering = threading.RLock()  # a thread of the parent may have held it
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _by_value(cloudpickle: Any, value: Any) -> _Written:

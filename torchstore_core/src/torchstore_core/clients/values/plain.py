@@ -17,18 +17,11 @@ from typing import Any, NamedTuple
 import torch
 
 from torchstore_core.clients.values.tensors import describe
+from torchstore_core.machine.copying import compiled
 from torchstore_core.values import TensorMeta
 
-try:
-    from torchstore_core._native import look as _native_look
-except ImportError:  # built without a compiler
-    _native_look = None  # type: ignore[assignment]
-_compiled: Callable[..., Any] | None = _native_look
-try:
-    from torchstore_core._native import still as _native_still
-except ImportError:  # or from older source than this
-    _native_still = None  # type: ignore[assignment]
-_compiled_still: Callable[..., Any] | None = _native_still
+_compiled: Callable[..., Any] | None = compiled("look")
+_compiled_still: Callable[..., Any] | None = compiled("still")
 
 _MAX_KINDS = 4096
 _TYPES = torch.Tensor, torch.nn.Parameter

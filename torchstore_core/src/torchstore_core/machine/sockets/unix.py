@@ -149,12 +149,8 @@ async def connect(sock: socket.socket, path: str) -> None:
             return
 
 
-def peer(sock: socket.socket) -> tuple[int, int | None]:
-    """Return the pid and uid at the other end; (0, None) where the platform cannot tell (there,
-    the mode of the socket's directory is the only protection).
-    """
-    if not hasattr(socket, "SO_PEERCRED"):
-        return 0, None
+def peer(sock: socket.socket) -> tuple[int, int]:
+    """Return the pid and uid at the other end."""
     size = struct.calcsize("3i")
     pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return int(pid), int(uid)

@@ -404,6 +404,15 @@ class SessionRecord(msgspec.Struct, eq=False):
     opened: float = msgspec.field(default_factory=lambda: moments.monotonic())
     closed: float | None = None
 
+    @property
+    def is_holder(self) -> bool:
+        """Whether it is there for holds alone: of a process that has received a reference before it
+        has joined the store, or was forked while it had some. It needs no event loop and no thread,
+        and reads nothing. It ends with its connection, not with the process that has opened it:
+        that may be the parent of the one that has it.
+        """
+        return self.facts.role == m.HOLDER_ROLE
+
     def end_early(self, ident: int) -> None:
         """End what has not begun yet: when it does, it is refused."""
         if len(self.ended_early) < _MAX_ENDED_EARLY:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from torchstore_core import moments
 from torchstore_core.errors import StoreClosedError, StoreFullError
+from torchstore_core.machine.copying import compiled
 from torchstore_core.machine.virtual_memory import MADV_POPULATE_WRITE, punch_hole
 from torchstore_core.server.memory.segment import open_memory
 
@@ -65,10 +66,7 @@ def _append_record(
 
 
 _append: Callable[[mmap.mmap, int, int, float, bytes | bytearray], int]
-try:
-    from torchstore_core._native import append_record as _append
-except ImportError:  # not compiled for this platform
-    _append = _append_record
+_append = compiled("append_record") or _append_record
 
 
 def _do_nothing() -> None:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 
@@ -28,19 +28,18 @@ from torchstore_core.machine.processes import Process, started
 from torchstore_core.machine.topology import Topology
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.records import SessionRecord
-from torchstore_core.server.index.references.holds import Holds
 from torchstore_core.server.keeping.log import SPARE, Log, Record, Records
-from torchstore_core.server.keeping.recorded_holds import RecordedHolds
+from torchstore_core.server.keeping.recorded_holds import RecordedHolds, asked_by
 from torchstore_core.server.keeping.recorded_repairs import RecordedRepairs
 from torchstore_core.server.keeping.recorded_spilling import RecordedSpilling
 from torchstore_core.server.keeping.state import StateReader, written
 from torchstore_core.server.memory.detached_sessions import DetachedSessions
 from torchstore_core.server.memory.placement import Assigned
 from torchstore_core.server.memory.volume_record import VolumeRecord
-from torchstore_core.server.serving.sending import committed, granted
+from torchstore_core.server.serving.answers import ANSWERS
 from torchstore_core.server.spilling.delays import Delayed
 from torchstore_core.wire import messages as m
-from torchstore_core.wire.framing import portable
+from torchstore_core.wire.framing import decode_request, portable
 from torchstore_core.wire.repeating import number_of
 
 # Kinds of records. Their numbers must stay what they are only as long as a store lives.
@@ -48,32 +47,8 @@ _OPEN, _CLOSE, _END, _REQUEST, _ABORT, _ABORT_EARLY, _RELEASE, _RELEASE_EARLY = 
 _VALUES, _STATE, _DUE, _BEGIN, _GREW, _TRIMMED, _SPILLING, _REPAIRING = range(8, 16)
 _DETACH, _DETACHED_ENDED, _LOST, _RESERVED, _RETURNED, _TAKEN_IN, _USABLE, _PLACED = range(16, 24)
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(
-    m.Put
-    | m.Rewind
-    | m.PutObject
-    | m.Commit
-    | m.Seal
-    | m.Delete
-    | m.Locate
-    | m.LocateRefs
-    | m.LocateKeys
-    | m.Fetch
-    | m.FetchRef
-    | m.FetchKeys
-    | m.Hold
-    | m.Unhold
-    | m.Free
-    | m.TakeBack
-    | m.Lend
-    | m.LendAll
-    | m.Claim
-    | m.Adopt
-).decode
 _WITHOUT_REPLY = frozenset((m.Unhold, m.Lend, m.LendAll, m.Claim, m.Adopt, m.TakeBack))
 _PUTS = frozenset((m.Put, m.Rewind, m.PutObject))
-_LOCATES = frozenset((m.Locate, m.LocateRefs, m.LocateKeys))
-_FETCHES = frozenset((m.Fetch, m.FetchRef, m.FetchKeys))
 _decode_ids = msgspec.msgpack.Decoder(list[int]).decode
 _decode_due = msgspec.msgpack.Decoder(tuple[list[int], list[int]]).decode
 _decode_placed = msgspec.msgpack.Decoder(Assigned | m.Failure).decode
@@ -101,6 +76,7 @@ class Opened(msgspec.Struct, array_like=True):
 
 
 _decode_opened = msgspec.msgpack.Decoder(Opened).decode
+T = TypeVar("T")
 _Unsent = tuple[bytes, Mapping[tuple[str, int], m.Reply]]
 
 
@@ -148,7 +124,8 @@ class RecordedController(Controller):
             self.log.append(_BEGIN, 0, _encode(self.holds._number))
         self._next_serial = 1
         self.state_nbytes = 0
-        self._silent = False  # what happens now is part of something that is recorded
+        # What happens now is part of something that is recorded: it needs no record of its own.
+        self._silent = False
         # A get that is under way, and is recorded only if it changes something.
         self._reading: tuple[SessionRecord, m.Locate | m.Fetch] | None = None
         self.opened: dict[bytes, Opened] = {}
@@ -178,12 +155,17 @@ class RecordedController(Controller):
         Raises:
             StoreFullError: the log cannot grow, and has no more than what is kept for the rest.
         """
+        if self._silent:
+            return
         if self._late:
             self._catch_up()
         self.log.append(kind, serial, body, SPARE)
 
     def _sooner_or_later(self, kind: int, serial: int, body: bytes, do: Callable[[], None]) -> None:
         """Record what cannot be refused, and do it: now, or when the log has room, in order."""
+        if self._silent:
+            do()
+            return
         if not self.catch_up():
             self._late.append(_Late((kind, serial, body), do))
             return
@@ -354,9 +336,7 @@ class RecordedController(Controller):
         self._next_serial += 1
 
     def close_session(self, session: SessionRecord) -> None:
-        if self._silent:
-            self._close(session)
-        elif session.token in self.sessions:
+        if session.token in self.sessions:
             self._sooner_or_later(_CLOSE, session.serial, b"", partial(self._close, session))
 
     def _close(self, session: SessionRecord) -> None:
@@ -370,16 +350,13 @@ class RecordedController(Controller):
         self.last_sent.pop(session.serial, None)
 
     def end_session(self, session: SessionRecord) -> None:
-        if self._silent:
-            super().end_session(session)
-        else:
-            end = partial(self._silently, super().end_session, session)
-            self._sooner_or_later(_END, session.serial, b"", end)
+        end = partial(self._silently, super().end_session, session)
+        self._sooner_or_later(_END, session.serial, b"", end)
 
-    def _silently(self, change: Callable[..., None], *args: Any) -> None:
+    def _silently(self, change: Callable[..., T], *args: Any) -> T:
         before, self._silent = self._silent, True
         try:
-            change(*args)
+            return change(*args)
         finally:
             self._silent = before
 
@@ -387,7 +364,7 @@ class RecordedController(Controller):
         self, session: SessionRecord, request: m.Put, body: bytes = b""
     ) -> tuple[list[int], list[m.Grant | None] | None]:
         self._append(_REQUEST, session.serial, body or _encode(request))
-        return Controller.put(self, session, request)
+        return super().put(session, request)
 
     def put_object(
         self, session: SessionRecord, request: m.PutObject, body: bytes = b""
@@ -397,26 +374,15 @@ class RecordedController(Controller):
 
     def commit(self, session: SessionRecord, txn_id: int, body: bytes = b"") -> list[int]:
         self._append(_REQUEST, session.serial, body or _encode(m.Commit(0, txn_id)))
-        self._silent = True  # it may abort
-        try:
-            return super().commit(session, txn_id)
-        finally:
-            self._silent = False
+        return self._silently(super().commit, session, txn_id)  # it may abort
 
     def seal(self, session: SessionRecord, request: m.Seal, body: bytes = b"") -> list[int]:
         self._append(_REQUEST, session.serial, body or _encode(request))
-        self._silent = True  # it may abort
-        try:
-            return super().seal(session, request)
-        finally:
-            self._silent = False
+        return self._silently(super().seal, session, request)  # it may abort
 
     def abort(
         self, session: SessionRecord, txn_ids: Iterable[int], *, remember: bool = False
     ) -> None:
-        if self._silent:
-            super().abort(session, txn_ids, remember=remember)
-            return
         txn_ids = list(txn_ids)
         abort = partial(super().abort, session, txn_ids, remember=remember)
         kind = _ABORT_EARLY if remember else _ABORT
@@ -493,9 +459,6 @@ class RecordedController(Controller):
         *,
         remember: bool = False,
     ) -> None:
-        if self._silent:
-            super().release(session, leases, parts, remember=remember)
-            return
         leases, parts = list(leases), list(parts)
         release = partial(super().release, session, leases, parts, remember=remember)
         kind = _RELEASE_EARLY if remember else _RELEASE
@@ -504,7 +467,7 @@ class RecordedController(Controller):
     def delete(
         self, keys: Sequence[str], strict: bool, by: tuple[SessionRecord, int] | None = None
     ) -> int:
-        serial, number = (0, 0) if by is None else (by[0].serial, by[1])
+        serial, number = asked_by(by)
         self._record(serial, m.Delete(0, list(keys), strict, number))
         return super().delete(keys, strict)
 
@@ -560,22 +523,10 @@ class RecordedController(Controller):
         allocator = self.volumes[record.session].allocator
         allocator.ask(allocator.grow, _decode_number(record.body))
 
-    def _repair_again(self, record: Record) -> None:
-        self.repairs.step_again(record.body, self._known)
-
-    def _trimmed_again(self, record: Record) -> None:
-        self._ask_again()
-
-    def _moved_again(self, record: Record) -> None:
-        self.spilling.read_again(record.body)
-
-    def _begin_again(self, record: Record) -> None:
-        self.holds._number = _decode_number(record.body)
-
     def _due_again(self, record: Record) -> None:
         serials, tickets = _decode_due(record.body)
         sessions = [self._known[serial] for serial in serials if serial in self._known]
-        Holds.end_due(self.holds, sessions, tickets)
+        self.holds.end_due(sessions, tickets)
 
     def _values_again(self, record: Record) -> None:
         self.state_nbytes += len(record.body)
@@ -607,15 +558,14 @@ class RecordedController(Controller):
     def _close_again(self, record: Record) -> None:
         session = self._known.pop(record.session, None)
         if session is not None:
-            Controller.close_session(self, session)
-            self._forget(session)
+            self.close_session(session)
 
     def _end_again(self, record: Record) -> None:
         if (session := self._known.get(record.session)) is not None:
-            Controller.end_session(self, session)
+            self.end_session(session)
 
     def _request_again(self, record: Record) -> None:
-        request = _decode(record.body)
+        request = decode_request(record.body)
         kind = type(request)
         if kind in _WITHOUT_REPLY:
             self.last_sent[record.session] = record.body
@@ -623,78 +573,39 @@ class RecordedController(Controller):
         if session is None and kind is not m.Delete and kind is not m.Free:
             return
         try:
-            done = self._tried(session, request)
+            done = self._tried(session, request, record.body)
         except Delayed:  # it was handled later, with a record of its own, or its client asks again
             return
         if session is not None and done is not None and (number := number_of(request)):
             mine = self.results.setdefault(session.token, {})
-            mine[kind.__name__, number] = done
+            mine[kind.__name__, number] = msgspec.structs.replace(done, id=0)
 
-    def _tried(self, session: Any, request: Any) -> m.Reply | None:
-        """The answer to a request, if it has a number; also if that is an error."""
+    def _tried(self, session: Any, request: m.Request, body: bytes) -> m.Reply | None:
+        """The answer to a request, also if that is an error."""
         try:
-            kind = type(request)  # a ``match`` would compare the classes, which takes long
-            if kind is m.Put or kind is m.Rewind:
-                return granted(0, *Controller.put(self, session, request))
-            if kind is m.Commit:
-                return committed(0, Controller.commit(self, session, request.txn))
-            if kind is m.Seal:
-                return committed(0, Controller.seal(self, session, request))
-            if kind is m.Delete:
-                return m.Deleted(0, Controller.delete(self, request.keys, request.strict))
-            if kind is m.PutObject:
-                return granted(0, *Controller.put_object(self, session, request))
-            if kind in _LOCATES:
-                Controller.locate(self, session, request)
-            elif kind in _FETCHES:
-                Controller.fetch(self, session, request)
-            else:
-                answer = self.holds.answer(session, request)
-                if kind is m.Hold:
-                    return m.CommittedIn(0, [answer.version], [answer.timeline])
-                if kind is m.Free:
-                    return m.Deleted(0, answer)
+            return ANSWERS[type(request)](self, session, request, body)
         except TorchStoreError as error:
-            if kind in _PUTS and isinstance(error, StoreFullError):
+            if type(request) in _PUTS and isinstance(error, StoreFullError):
                 # It has changed nothing, and is no last word: the server tries again what waits for
                 # memory to be returned, and a client with tensors that have just ended, too.
                 return None
             return m.Failure(0, error.code, error.message, error.key, portable(error)[1])
-        return None
 
     def _detach_again(self, record: Record) -> None:
         if (session := self._known.pop(record.session, None)) is not None:
             process, session.keeps_memory = _decode_detached(record.body)
-            DetachedSessions.detach(self.detached, session, process)
-
-    def _detached_ended_again(self, record: Record) -> None:
-        DetachedSessions.process_ended(self.detached, record.body)
-
-    def _lost_again(self, record: Record) -> None:
-        Controller.lose_volume(self, record.session, record.body.decode())
-
-    def _reserved_again(self, record: Record) -> None:
-        self.volumes[record.session].reserve()
-
-    def _returned_again(self, record: Record) -> None:
-        Controller.trimmed(self, record.session)
-
-    def _placed_again(self, record: Record) -> None:
-        """It is part of the put before it, whose session is gone."""
-
-    def _taken_in_again(self, record: Record) -> None:
-        """It is part of the get before it, which has taken it."""
+            self.detached.detach(session, process)
 
     def _abort_again(self, record: Record) -> None:
         if (session := self._known.get(record.session)) is not None:
             early = record.kind == _ABORT_EARLY
-            Controller.abort(self, session, _decode_ids(record.body), remember=early)
+            self.abort(session, _decode_ids(record.body), remember=early)
 
     def _release_again(self, record: Record) -> None:
         if (session := self._known.get(record.session)) is not None:
             leases, parts = _decode_release(record.body)
             early = record.kind == _RELEASE_EARLY
-            Controller.release(self, session, leases, parts, remember=early)
+            self.release(session, leases, parts, remember=early)
 
     _repeat: ClassVar[dict[int, Callable[[RecordedController, Record], None]]] = {
         _OPEN: _open_again,
@@ -708,19 +619,19 @@ class RecordedController(Controller):
         _VALUES: _values_again,
         _STATE: _state_again,
         _DUE: _due_again,
-        _BEGIN: _begin_again,
-        _TRIMMED: _trimmed_again,
-        _SPILLING: _moved_again,
+        _BEGIN: lambda self, record: self.holds.begin_at(_decode_number(record.body)),
+        _TRIMMED: lambda self, record: self._ask_again(),
+        _SPILLING: lambda self, record: self.spilling.read_again(record.body),
         _GREW: _grew_again,
-        _REPAIRING: _repair_again,
+        _REPAIRING: lambda self, record: self.repairs.step_again(record.body, self._known),
         _DETACH: _detach_again,
-        _DETACHED_ENDED: _detached_ended_again,
-        _LOST: _lost_again,
-        _RESERVED: _reserved_again,
-        _RETURNED: _returned_again,
-        _TAKEN_IN: _taken_in_again,
+        _DETACHED_ENDED: lambda self, record: self.detached.process_ended(record.body),
+        _LOST: lambda self, record: self.lose_volume(record.session, record.body.decode()),
+        _RESERVED: lambda self, record: self.volumes[record.session].reserve(),
+        _RETURNED: lambda self, record: self.trimmed(record.session),
+        _TAKEN_IN: lambda self, record: None,  # part of the get before it, which has taken it
         _USABLE: _grew_again,
-        _PLACED: _placed_again,
+        _PLACED: lambda self, record: None,  # part of the put before it, whose session is gone
     }
 
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 from torchstore_core.server.index.catalog import Catalog
 from torchstore_core.server.index.records import HeldVersion, SessionRecord, Value
@@ -78,6 +77,10 @@ class RecordedHolds(Holds):
                 ticket.is_hurried = False
                 self._set_due(number, ticket, max(ticket.due, now + self._grace_s))
 
+    def begin_at(self, number: int) -> None:
+        """The first life of the server has begun its objects with this number."""
+        self._number = number
+
     # ---- requests -------------------------------------------------------------------------
 
     def hold(self, session: SessionRecord, request: m.Hold) -> HeldVersion:
@@ -92,7 +95,7 @@ class RecordedHolds(Holds):
     def free(
         self, refs: Iterable[tuple[str, int, int]], by: tuple[SessionRecord, int] | None = None
     ) -> int:
-        serial, number = (0, 0) if by is None else (by[0].serial, by[1])
+        serial, number = asked_by(by)
         refs = list(refs)
         self._record(serial, m.Free(0, refs, number))
         return super().free(refs)
@@ -121,21 +124,10 @@ class RecordedHolds(Holds):
         end = partial(super().end_due, sessions, tickets)
         self._record_due([session.serial for session in sessions], tickets, end)
 
-    def answer(self, session: SessionRecord, request: Any) -> Any:
-        """Execute a request that was recorded; what it gives."""
-        kind = type(request)
-        if kind is m.Hold:
-            return super().hold(session, request)
-        if kind is m.Unhold:
-            return super().unhold(session, request.holds)
-        if kind is m.Free:
-            return super().free(request.refs)
-        if kind is m.Lend:
-            return super().lend(session, request.hold, request.ticket)
-        if kind is m.LendAll:
-            return super().lend_all(session, request.ticket)
-        if kind is m.Claim:
-            return super().claim(session, request)
-        if kind is m.TakeBack:
-            return super().take_back(session, request.tickets)
-        return super().adopt(session, request.ticket, request.pid)
+
+def asked_by(by: tuple[SessionRecord | None, int] | None) -> tuple[int, int]:
+    """The serial number of the session that asks for something, and the number of the request; 0
+    for what is not known.
+    """
+    session, number = (None, 0) if by is None else by
+    return 0 if session is None else session.serial, number

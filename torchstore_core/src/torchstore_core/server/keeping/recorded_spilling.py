@@ -137,10 +137,10 @@ class RecordedSpilling(Spilling):
     def make_room(
         self, nbytes: int, keys: Collection[str] = (), reserved: Collection[int] = ()
     ) -> bool:
-        if self._mover is None:
+        if self.mover is None:
             return super().make_room(nbytes, keys, reserved)
         if self._repeats:
-            return self._steps_again(self._mover)
+            return self._steps_again(self.mover)
         how = _REFUSED
         try:
             how = int(super().make_room(nbytes, keys, reserved))
@@ -152,7 +152,7 @@ class RecordedSpilling(Spilling):
         return bool(how)
 
     def reserved(self, nbytes: int) -> frozenset[int] | None:
-        if self._mover is None:
+        if self.mover is None:
             return super().reserved(nbytes)
         if self._repeats:
             body = self._next_step(False)
@@ -241,7 +241,7 @@ class RecordedSpilling(Spilling):
 
     def evict_these(self, found: Sequence[Tracked]) -> None:
         # Without a spill file what is evicted for requests depends on these alone.
-        if found and not self._repeats and (self._mover is not None or self._is_aside):
+        if found and not self._repeats and (self.mover is not None or self._is_aside):
             self._record_step(_Evicted([one.number for one in found]))
         super().evict_these(found)
 
@@ -289,14 +289,14 @@ class RecordedSpilling(Spilling):
                 self._drop_again(inner)
             elif isinstance(inner, _Evicted):
                 self.evict_these(list(map(of, inner.numbers)))
-        elif isinstance(step, _Fetching) and self._mover is not None:
+        elif isinstance(step, _Fetching) and self.mover is not None:
             wanted = list(map(of, step.numbers))
-            self._mover.take_places(wanted, step.places)
-            self._mover.read_to(wanted, step.places)
+            self.mover.take_places(wanted, step.places)
+            self.mover.read_to(wanted, step.places)
         elif isinstance(step, _Counted):
             self.count_on(list(map(of, step.numbers)), step.volume)
-        elif isinstance(step, _Read) and self._mover is not None:
-            self._note_read_again(of(step.number), step, self._mover)
+        elif isinstance(step, _Read) and self.mover is not None:
+            self._note_read_again(of(step.number), step, self.mover)
         else:
             raise ProtocolError(f"the log has a {type(step).__name__} out of place")
 
@@ -316,21 +316,21 @@ class RecordedSpilling(Spilling):
     def repeating(self) -> Iterator[None]:
         """Within this, requests are repeated; then what was interrupted goes on."""
         self._repeats = True
-        if self._mover is not None:
-            self._mover.repeat()
+        if self.mover is not None:
+            self.mover.repeat()
         try:
             yield
         finally:
             self._repeats = False
             self._numbered.clear()
-        if self._mover is not None:
-            self._mover.go_on()
+        if self.mover is not None:
+            self.mover.go_on()
             self._write_ahead()
 
     def state(self) -> dict[str, Any]:
         """All that a log needs at its beginning."""
         there = self.values.all()
-        reading = [] if self._mover is None else self._mover.reading
+        reading = [] if self.mover is None else self.mover.reading
         known = [*there, *[one for one in reading if one.gone]]
         away = {at: _away(one) for at, one in enumerate(known) if one.state in _AWAY}
         return {
@@ -376,8 +376,8 @@ class RecordedSpilling(Spilling):
         tracked.extent, tracked.sums = _decode_extent(extent), sums
         tracked.failure, tracked.is_damaged = failure, is_damaged
         self.values.move(tracked, State.ON_DISK)
-        if place is not None and self._mover is not None:
-            self._mover.note_reading(tracked, place)
+        if place is not None and self.mover is not None:
+            self.mover.note_reading(tracked, place)
 
 
 def _away(one: Tracked) -> tuple[Any, ...]:

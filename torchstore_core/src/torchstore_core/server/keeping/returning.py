@@ -18,7 +18,6 @@ from torchstore_core.errors import StoreClosedError, StoreFullError, TorchStoreE
 from torchstore_core.machine.processes import ProcessWatch, started
 from torchstore_core.server.index.records import SessionRecord
 from torchstore_core.server.keeping.recorded import Opened, RecordedController
-from torchstore_core.server.serving.holding import is_holder
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.repeating import number_of
 
@@ -70,7 +69,7 @@ class Returning:
                 # is given up when it has ended.
                 os.kill(opened.pid, signal.SIGKILL)
             if session.serial in self._connected:
-                if not is_holder(session):  # which has nothing that it could say
+                if not session.is_holder:  # which has nothing that it could say
                     self._waiting[token] = []
                 continue
             self._waiting[token] = []

@@ -30,6 +30,7 @@ from torchstore_core.errors import (
     TransportNotReadyError,
     TransportUnavailableError,
 )
+from torchstore_core.machine.tasks import begin
 from torchstore_core.plugins.registry import load_class
 from torchstore_core.wire.calls import Calls
 from torchstore_core.wire.framing import HEADER, FrameReader, portable
@@ -348,7 +349,7 @@ async def _serve(order: _Order) -> None:
     reader = FrameReader(_MAX_FRAME)
     sending = asyncio.Lock()
     tasks: set[asyncio.Task[None]] = set()
-    handshakes: dict[bytes, set[asyncio.Task[None]]] = {}  # handshakes, by their client
+    handshakes: dict[bytes, set[asyncio.Task[None]]] = {}  # by their client, until it is gone
     stuck: frozenset[Hashable] = frozenset()  # calls of the library, as the half said last
 
     async def call(ask: _Ask) -> object:
@@ -364,7 +365,7 @@ async def _serve(order: _Order) -> None:
             case "handshake":
                 return await half.handshake(ask.peer, ask.data)
             case "disconnect":
-                under_way = list(handshakes.get(ask.peer, ()))
+                under_way = list(handshakes.pop(ask.peer, ()))
                 await half.disconnect(ask.peer)
                 for task in under_way:
                     task.cancel()  # nothing waits for its answer any more
@@ -391,25 +392,14 @@ async def _serve(order: _Order) -> None:
                 reply = _Answer(ask.id, data, code, message, registered, details)
                 await loop.sock_sendall(sock, _frame(reply))
 
-    def begin(ask: _Ask) -> None:
-        task = loop.create_task(answer(ask))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-        if ask.method == "handshake":
-            mine = handshakes.setdefault(ask.peer, set())
-            mine.add(task)
-
-            def ended(task: asyncio.Task[None]) -> None:
-                mine.discard(task)
-                if not mine and handshakes.get(ask.peer) is mine:
-                    del handshakes[ask.peer]
-
-            task.add_done_callback(ended)
-
     with contextlib.suppress(OSError):
         while data := await loop.sock_recv(sock, _RECEIVE):
             for body in reader.feed(data):
-                begin(msgspec.msgpack.decode(body, type=_Ask))
+                ask = msgspec.msgpack.decode(body, type=_Ask)
+                kept = tasks
+                if ask.method == "handshake":
+                    kept = handshakes.setdefault(ask.peer, set())
+                begin(answer(ask), kept)
 
 
 def _checked(method: str, data: object) -> bytes:

@@ -6,7 +6,6 @@ by guessing its name.
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import errno
 import functools
@@ -74,14 +73,6 @@ def open_memory(name: str, nbytes: int) -> int:
         why = error if isinstance(error, OSError) else "more than this system can address"
         raise StoreFullError(f"cannot make {nbytes} bytes of shared memory: {why}") from error
     return fd
-
-
-def call_from_thread(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
-    """Call ``call`` on an event loop, from the thread of a background prefault that has ended."""
-    try:
-        loop.call_soon_threadsafe(call)
-    except RuntimeError:  # the loop has closed: nothing is left to notify
-        log.debug("prefault ended after whoever wanted it")
 
 
 class SegmentMemory:

@@ -18,6 +18,7 @@ from torchstore_core.errors import (
     TransportUnavailableError,
 )
 from torchstore_core.machine import networks, topology
+from torchstore_core.machine.tasks import begin
 from torchstore_core.plugins.registry import Registry, load_class
 from torchstore_core.server.memory.isolated import IsolatedServer
 from torchstore_core.server.memory.segment import SegmentMemory
@@ -271,9 +272,7 @@ class Volume:
             except _FAULTS:
                 log.exception("transport %s failed to close", name)
 
-        task = asyncio.get_running_loop().create_task(close())
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        begin(close(), self._closing)
 
     def _registered(self) -> int:
         try:

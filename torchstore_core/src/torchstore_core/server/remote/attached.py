@@ -22,7 +22,7 @@ from torchstore_core.errors import (
     in_seconds,
 )
 from torchstore_core.machine.sockets.unix import connect, unix_socket
-from torchstore_core.server.memory.segment import call_from_thread
+from torchstore_core.machine.tasks import begin, call_from_thread
 from torchstore_core.server.memory.volume import Volume
 from torchstore_core.server.remote.process_watches import ProcessWatches
 from torchstore_core.server.remote.spill_files import VolumeFile
@@ -227,9 +227,7 @@ class VolumeConnection(FrameProtocol):
             case m.StartCopier():
                 self._copier.start(self._path, again=message.again)
             case m.PeerHandshake() | m.PeerGone():
-                task = self._loop.create_task(self._answer(message))
-                self._answers.add(task)
-                task.add_done_callback(self._answers.discard)
+                begin(self._answer(message), self._answers)
             case _:
                 log.debug("volume %s: nothing to do for %s", self._info.id, type(message).__name__)
 

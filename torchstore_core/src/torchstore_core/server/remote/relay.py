@@ -6,8 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
@@ -15,6 +14,7 @@ from torchstore_core.contracts.engine import Uplink
 from torchstore_core.errors import ProtocolError
 from torchstore_core.machine.directories import PrivateDirectory
 from torchstore_core.machine.processes import Process, pid_namespace
+from torchstore_core.machine.tasks import begin
 from torchstore_core.server.remote.relay_server import (
     EXPIRE_S,
     RelayReplies,
@@ -72,7 +72,7 @@ class Relay:
         """Start listening; returns the address to connect to."""
         path = self._directory.control
         self._listener.open(path)
-        self._spawn(self._poll())
+        begin(self._poll(), self._tasks)
         return f"unix:{path}"
 
     @property
@@ -121,7 +121,7 @@ class Relay:
         if requests and not self._closed:
             started = self._clock()
             answer = self._uplink.exchange(msgspec.msgpack.encode(requests))
-            self._spawn(self._receive(answer, started))
+            begin(self._receive(answer, started), self._tasks)
 
     async def _poll(self) -> None:
         while not self._closed:
@@ -153,11 +153,6 @@ class Relay:
             log.info("the server cannot be reached any more: %s", error)
             self.close()
             self._lost()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 class _Client(ClientSocket):

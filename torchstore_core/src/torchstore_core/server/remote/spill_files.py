@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from torchstore_core.contracts.when_full import is_url
-from torchstore_core.server.memory.segment import call_from_thread
+from torchstore_core.machine.tasks import call_from_thread
 from torchstore_core.server.spilling.spill_file import SpillFile
 from torchstore_core.server.spilling.threads import SpillThreads
 from torchstore_core.wire import messages as m

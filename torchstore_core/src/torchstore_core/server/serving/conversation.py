@@ -22,9 +22,9 @@ from torchstore_core.errors import (
 from torchstore_core.machine.sockets.unix import check_descriptors
 from torchstore_core.server.index.records import SessionRecord, Versions, Waiter
 from torchstore_core.server.serving import inspection
-from torchstore_core.server.serving.holding import HOLD_REQUESTS, answer_holds, is_holder
+from torchstore_core.server.serving.answers import ANSWERS, committed
 from torchstore_core.server.serving.members import is_member
-from torchstore_core.server.serving.sending import Sender, committed, granted
+from torchstore_core.server.serving.sending import Sender
 from torchstore_core.server.spilling.delays import Delayed
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import decode_request, portable
@@ -106,7 +106,7 @@ class Conversation:
     def is_deaf(self) -> bool:
         """Whether the session is one that reads no messages that it has not requested."""
         session = self._session
-        return session is not None and (is_member(session) or is_holder(session))
+        return session is not None and (is_member(session) or session.is_holder)
 
     def handle(self, body: bytes) -> None:
         """Answer one message. An invalid message ends the conversation."""
@@ -150,7 +150,7 @@ class Conversation:
         stay.
         """
         session = self._session
-        if session is not None and not is_holder(session):
+        if session is not None and not session.is_holder:
             self._server.died(session)
             controller = self._server.controller
             # A process with a role reads no mapped memory, so neither do its forked children.
@@ -169,7 +169,7 @@ class Conversation:
 
         def detach(session: SessionRecord) -> None:
             # A holder's connection may have passed from the process that is known to a child of it.
-            process = None if self._via is None or is_holder(session) else self._via.process
+            process = None if self._via is None or session.is_holder else self._via.process
             detached.detach(session, process)
 
         self._end(why, detach)
@@ -432,56 +432,20 @@ class Conversation:
     ) -> m.Reply | None:
         kind = type(request)
         self._controller.operations[kind] += 1
-        answer = _ANSWERS.get(kind)
+        answer = ANSWERS.get(kind)
         if answer is not None:
-            reply: m.Reply | None = answer(self, request, session, body)
-            return reply
+            return answer(self._controller, session, request, body)
+        own = _OWN_ANSWERS.get(kind)
+        if own is not None:
+            own(self, request, session)
+            return None
         return self._answer_seldom(request, session)
 
-    def _put(self, request: m.Put, session: SessionRecord, body: bytes) -> m.Reply:
-        versions, grants = self._controller.put(session, request, body)
-        if grants is not None:
-            return m.Granted(request.id, grants)
-        if type(versions) is list:  # the usual case, very often
-            return m.Committed(request.id, versions)
-        return committed(request.id, versions)
-
-    def _put_object(self, request: m.PutObject, session: SessionRecord, body: bytes) -> m.Reply:
-        return granted(request.id, *self._controller.put_object(session, request, body))
-
-    def _commit(self, request: m.Commit, session: SessionRecord, body: bytes) -> m.Reply:
-        return committed(request.id, self._controller.commit(session, request.txn, body))
-
-    def _seal(self, request: m.Seal, session: SessionRecord, body: bytes) -> m.Reply:
-        return committed(request.id, self._controller.seal(session, request, body))
-
-    def _locate(self, request: m.Locate, session: SessionRecord, body: bytes) -> m.Reply:
-        entries, leased = self._controller.locate(session, request)
-        if type(entries) is m.EntryColumns:
-            return m.Located(request.id, [], leased, columns=entries)
-        return m.Located(request.id, entries, leased)
-
-    def _fetch(self, request: m.Fetch, session: SessionRecord, body: bytes) -> m.Reply:
-        return self._controller.fetch(session, request)
-
-    def _release(self, request: m.Release, session: SessionRecord, body: bytes) -> None:
+    def _release(self, request: m.Release, session: SessionRecord) -> None:
         if self._delayed:
             self._give_up((), request.leases)
         remember = self._liveness
         self._controller.release(session, request.leases, request.parts, remember=remember)
-
-    def _delete(self, request: m.Delete, session: SessionRecord, body: bytes) -> m.Reply:
-        by = session, request.txn
-        deleted = self._controller.delete(request.keys, request.strict, by)
-        return m.Deleted(request.id, deleted)
-
-    def _exists(self, request: m.Exists, session: SessionRecord, body: bytes) -> m.Reply:
-        return m.Flags(request.id, self._controller.exists(request.keys))
-
-    def _answer_about_holds(
-        self, request: m.Request, session: SessionRecord, body: bytes
-    ) -> m.Reply | None:
-        return answer_holds(self._controller, session, request)
 
     def _answer_seldom(self, request: m.Request, session: SessionRecord) -> m.Reply | None:
         """Answer what is not asked so often that it matters how long it takes to find its case."""
@@ -546,7 +510,7 @@ class Conversation:
         if len(self._waiters) >= _MAX_WAITERS or ident in self._waiters:
             raise ProtocolError("too many waits on one connection, or their ids repeat")
 
-    def _wait_any(self, request: m.WaitAny, _: SessionRecord, body: bytes) -> None:
+    def _wait_any(self, request: m.WaitAny, _: SessionRecord) -> None:
         self._check_room_for_wait(request.id)
 
         def reply(flags: list[bool]) -> None:
@@ -557,7 +521,7 @@ class Conversation:
         if waiter is not None:
             self._waiters[request.id] = waiter
 
-    def _wait(self, request: m.Wait, _: SessionRecord, body: bytes) -> None:
+    def _wait(self, request: m.Wait, _: SessionRecord) -> None:
         self._check_room_for_wait(request.id)
         controller = self._server.controller
 
@@ -579,30 +543,12 @@ class Conversation:
             self._waiters[request.id] = waiter
 
 
-# How requests of each class are answered. A ``match`` with their classes would compare them one by
-# one, which takes a thousand instructions for each that it is not: for a small get, a tenth of all.
-# Each is also given the request as it has arrived, if it is at hand.
-_ANSWERS: dict[
-    type[m.Message], Callable[[Conversation, Any, SessionRecord, bytes], m.Reply | None]
-] = {
-    m.Put: Conversation._put,
-    m.Rewind: Conversation._put,
-    m.PutObject: Conversation._put_object,
-    m.Commit: Conversation._commit,
-    m.Seal: Conversation._seal,
-    m.Locate: Conversation._locate,
-    m.LocateRefs: Conversation._locate,
-    m.LocateKeys: Conversation._locate,
-    m.Fetch: Conversation._fetch,
-    m.FetchRef: Conversation._fetch,
-    m.FetchKeys: Conversation._fetch,
+# How requests are answered that ``answers.ANSWERS`` has not, of those that are frequent.
+_OWN_ANSWERS: dict[type[m.Message], Callable[[Conversation, Any, SessionRecord], None]] = {
     m.Release: Conversation._release,
-    m.Delete: Conversation._delete,
-    m.Exists: Conversation._exists,
     m.Wait: Conversation._wait,
     m.WaitAfter: Conversation._wait,
     m.WaitAny: Conversation._wait_any,
-    **dict.fromkeys(HOLD_REQUESTS, Conversation._answer_about_holds),
 }
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 from torchstore_core.errors import (
     ProtocolError,
@@ -20,6 +19,7 @@ from torchstore_core.errors import (
     TransportNotReadyError,
     TransportUnavailableError,
 )
+from torchstore_core.machine.tasks import begin
 from torchstore_core.server.index.records import SessionRecord
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.wire import messages as m
@@ -87,7 +87,7 @@ class Handshakes:
             finally:
                 session.handshakes_weight -= weight
 
-        self._spawn(work())
+        begin(work(), self._tasks)
 
     def settle(
         self,
@@ -140,7 +140,7 @@ class Handshakes:
                 except Exception:
                     log.exception("what waited for the end of a client's writes has failed")
 
-        self._spawn(work())
+        begin(work(), self._tasks)
 
     def _of(self, peer: bytes) -> list[asyncio.Task[None]]:
         return [task for (whose, _, _), task in self._settling.items() if whose == peer]
@@ -175,10 +175,4 @@ class Handshakes:
             finally:
                 del self._settling[at]
 
-        self._settling[at] = self._spawn(work())
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        self._settling[at] = begin(work(), self._tasks)

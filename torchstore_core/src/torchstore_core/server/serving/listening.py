@@ -21,6 +21,7 @@ from torchstore_core.errors import ConfigurationError
 from torchstore_core.machine.directories import make_again
 from torchstore_core.machine.processes import is_exiting
 from torchstore_core.machine.sockets.unix import peer
+from torchstore_core.machine.tasks import begin
 from torchstore_core.server.serving.journal import journal
 
 log = logging.getLogger(__name__)
@@ -157,7 +158,7 @@ class Listener:
 
     def _let_in(self, accepted: socket.socket) -> None:
         pid, uid = peer(accepted)
-        if uid is not None and uid != os.getuid():
+        if uid != os.getuid():
             log.warning("refused a connection of uid %d", uid)
             accepted.close()
             return
@@ -233,9 +234,7 @@ def speaking(make: Callable[[int], asyncio.BaseProtocol]) -> Take:
     connecting: set[asyncio.Task[None]] = set()
 
     def take(accepted: socket.socket, pid: int) -> None:
-        task = asyncio.get_running_loop().create_task(_connect(accepted, lambda: make(pid)))
-        connecting.add(task)
-        task.add_done_callback(connecting.discard)
+        begin(_connect(accepted, lambda: make(pid)), connecting)
 
     return take
 

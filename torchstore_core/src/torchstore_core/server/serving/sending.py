@@ -1,4 +1,4 @@
-"""Replies to clients: what they are made of, and sending them, at once or page by page."""
+"""Sending replies to clients, at once or page by page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from torchstore_core.server.index.records import Versions
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.paging import first_frame, frames
 
@@ -105,17 +104,3 @@ class Sender:
 
 def _to_nobody(frame: bytearray) -> None:
     """Discard a frame, because the connection is gone."""
-
-
-def granted(
-    number: int, versions: list[int], grants: list[m.Grant | None] | None
-) -> m.Granted | m.Committed:
-    """The answer to a put: where to write, or what it has made if there is nothing to write."""
-    return committed(number, versions) if grants is None else m.Granted(number, grants)
-
-
-def committed(number: int, versions: list[int]) -> m.Committed:
-    """The answer that says which versions were made."""
-    if type(versions) is Versions:
-        return m.CommittedIn(number, list(versions), versions.timelines)
-    return m.Committed(number, versions)

@@ -9,11 +9,9 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 
-try:
-    from torchstore_core._native import checksum as _native_checksum
-except ImportError:  # not compiled for this platform
-    _native_checksum = zlib.crc32
-_checksum: Callable[[memoryview], int] = _native_checksum
+from torchstore_core.machine.copying import compiled
+
+_checksum: Callable[[memoryview], int] = compiled("checksum") or zlib.crc32
 
 
 def checksum(data: memoryview) -> int:

@@ -151,7 +151,7 @@ class Mover:
         file: SpillDevice,
         volumes: Sequence[VolumeRecord],
         memories: Sequence[int],
-        soon: Callable[[Callable[[], None]], None],
+        soon: Callable[[Callable[[], None]], object],
     ) -> Mover:
         """One for volumes of this process, with the descriptors of their segments; it closes the
         file. ``soon``: see :class:`SpillThreads`.

@@ -70,7 +70,7 @@ class Spilling:
         self._keeps_spillable = not default and mover is not None
         self.default = default or m.PINNED
         self._later = later
-        self._mover = mover
+        self.mover = mover
         self.settled: Callable[[Tracked], None] = lambda tracked: None
         self.active = False
         self.values = Residency(by_volume=mover is not None and mover.by_volume)
@@ -80,11 +80,6 @@ class Spilling:
         self._retry_is_due = self._is_timed = False
         if mover is not None:
             mover.begin(self.values, self._moved, self._read_ended, self._settled, later)
-
-    @property
-    def mover(self) -> Mover | None:
-        """Moves values between memory and spill files; None: the store has no such file."""
-        return self._mover
 
     @property
     def _capacity(self) -> int:
@@ -105,7 +100,7 @@ class Spilling:
         """
         if not 0 <= wanted <= m.EVICTABLE:
             raise ConfigurationError(f"this server does not know when_full={wanted}")
-        if wanted == m.SPILLABLE and self._mover is None:
+        if wanted == m.SPILLABLE and self.mover is None:
             raise ConfigurationError(
                 'when_full="spillable" needs a store with a place to spill to: initialize it with '
                 "spill= (a directory)"
@@ -157,13 +152,13 @@ class Spilling:
         if not self.values.away:
             return
         away = [t for t in tracked if t.state in (State.ON_DISK, State.READING)]
-        if away and self._mover is not None:
+        if away and self.mover is not None:
             away = list({id(t): t for t in away}.values())
             for one in away:
                 # While it is being read, the failure is for the end of that to note.
                 if one.failure and one.state is State.ON_DISK:
                     raise self._failed(one, prefix)
-            self._use_away(tracked, away, self._mover)
+            self._use_away(tracked, away, self.mover)
 
     def _use_away(self, tracked: Sequence[Tracked], away: Sequence[Tracked], mover: Mover) -> None:
         """Read those of the values that are ``away``; raises Delayed or StoreFullError, as
@@ -217,7 +212,7 @@ class Spilling:
         value = tracked.value
         key = prefix + value.key if prefix or value.box is None else tracked.key
         reason = tracked.failure
-        place = "" if self._mover is None else self._mover.directory
+        place = "" if self.mover is None else self.mover.directory
         advice = "Put it again"
         if not tracked.is_damaged:
             tracked.failure = ""  # the next get tries again
@@ -271,7 +266,7 @@ class Spilling:
         there = [v for v in self._volumes if only is None or v.index in only]
         free = max((v.left for v in there), default=0)
         short = nbytes - free if nbytes > free else nbytes
-        mover = self._mover
+        mover = self.mover
         most = sys.maxsize if mover is None else _MOST_AT_ONCE
         if clean := self.values.oldest(State.CLEAN, short, is_there, most):
             self.drop(clean)
@@ -326,7 +321,7 @@ class Spilling:
         Raises:
             Delayed: that would be all, and it is being tried whether the disk takes more now.
         """
-        mover = self._mover
+        mover = self.mover
         if mover is None:
             return frozenset()
         full = [
@@ -427,13 +422,13 @@ class Spilling:
 
     def _write_ahead(self) -> None:
         """Write values before their memory is needed."""
-        if self._mover is None or not self.values.count_of[State.DIRTY]:
+        if self.mover is None or not self.values.count_of[State.DIRTY]:
             return
         of = self.values.bytes_of
         there = sum(v.free for v in self._volumes)
         there += of[State.CLEAN] + of[State.CACHED] + of[State.WRITING]
         if there < _LOW * self._capacity or of[State.WRITING]:
-            self._mover.write(int(_HIGH * self._capacity) - there + of[State.WRITING])
+            self.mover.write(int(_HIGH * self._capacity) - there + of[State.WRITING])
 
     def drop(self, clean: Sequence[Tracked]) -> None:
         """Free the memory of values that are on disk, too."""
@@ -512,7 +507,7 @@ class Spilling:
             Delayed: a volume is being asked whether its host has the memory.
             StoreFullError: it cannot be recorded.
         """
-        mover = self._mover
+        mover = self.mover
         places = None if mover is None else mover.allocate(wanted)
         if mover is None or places is None:
             return False
@@ -529,7 +524,7 @@ class Spilling:
 
     def why_no_more(self) -> str:
         """Why not more can be spilled, as text behind why there is no room; empty if it can."""
-        mover = self._mover
+        mover = self.mover
         return f"; nothing more can be spilled: {mover.trouble}" if mover and mover.trouble else ""
 
     def count_on(self, moved: Sequence[Tracked], index: int) -> None:
@@ -549,7 +544,7 @@ class Spilling:
         """A volume is lost. If it has a spill file of its own, so is what is in that; what the
         server has in its own memory stays there.
         """
-        mover = self._mover
+        mover = self.mover
         if mover is None or not mover.by_volume:
             return
         mover.lose(index)
@@ -568,23 +563,23 @@ class Spilling:
         here: list[Value] = []
         for value in values:
             tracked = self.values.remove(value)
-            if tracked is None or self._mover is None or self._mover.forget(tracked):
+            if tracked is None or self.mover is None or self.mover.forget(tracked):
                 here.append(value)
         return here
 
     def trim(self) -> None:
         """Return disk space that is not used to the file system."""
-        if self._mover is not None:
-            self._mover.trim()
+        if self.mover is not None:
+            self.mover.trim()
 
     def close(self) -> None:
         """End the threads, and give the disk space back."""
-        if self._mover is not None:
-            self._mover.close()
+        if self.mover is not None:
+            self.mover.close()
 
     def status(self) -> SpillStatus:
         """What has left memory."""
-        values, mover = self.values, self._mover
+        values, mover = self.values, self.mover
         evicted, evicted_bytes = self.evicted
         if mover is None:
             return SpillStatus(evicted=evicted, evicted_bytes=evicted_bytes)
@@ -607,9 +602,9 @@ class Spilling:
 
     def noted(self, error: StoreFullError) -> StoreFullError:
         """Add what spilling has to do with it to the error of a put that does not fit."""
-        if self._mover is None:
+        if self.mover is None:
             return error
-        of, mover = self.values.bytes_of, self._mover
+        of, mover = self.values.bytes_of, self.mover
         text = f"{human_bytes(of[State.ON_DISK])} are spilled to {mover.directory!r}"
         trouble = mover.trouble
         if not trouble and mover.free < self._capacity:

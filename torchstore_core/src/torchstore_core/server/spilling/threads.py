@@ -117,7 +117,7 @@ class SpillThreads:
         self,
         file: SpillDevice,
         memories: Sequence[int],
-        soon: Callable[[Callable[[], None]], None],
+        soon: Callable[[Callable[[], None]], object],
     ) -> None:
         self.file = file
         self._memories = [MappedSegment(fd) for fd in memories]
@@ -126,11 +126,6 @@ class SpillThreads:
         self._freeing = file if isinstance(file, FreeingDevice) else None
         if self._freeing is not None:  # earlier stores may have left something
             self.submit(orders.FreeSpill(0, []), lambda done: None)
-
-    @property
-    def directory(self) -> str:
-        """Where the file is."""
-        return self.file.directory
 
     @property
     def file_system(self) -> str:

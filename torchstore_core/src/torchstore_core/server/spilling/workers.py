@@ -29,7 +29,7 @@ class Workers:
     """
 
     def __init__(
-        self, name: str, count: int, nice: int, soon: Callable[[Callable[[], None]], None]
+        self, name: str, count: int, nice: int, soon: Callable[[Callable[[], None]], object]
     ) -> None:
         self._name = name
         self._count = count

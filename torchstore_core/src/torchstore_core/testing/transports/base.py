@@ -16,6 +16,7 @@ import pytest
 
 from torchstore_core.contracts.transport import Link, Refusal, TransportSpec
 from torchstore_core.errors import PluginError, TransportError
+from torchstore_core.machine.tasks import call_from_thread
 from torchstore_core.plugins.registry import load_class
 from torchstore_core.testing import leftovers
 from torchstore_core.testing.timers import ends_within
@@ -70,8 +71,7 @@ def run(work: Coroutine[Any, Any, T], timeout: float = _TEST_S) -> T:
     thread.join(timeout)
     if thread.is_alive():
         hangs = hanging_call(loop, thread.ident)
-        with contextlib.suppress(RuntimeError):  # the loop has just been closed
-            loop.call_soon_threadsafe(task.cancel)
+        call_from_thread(loop, task.cancel)
         thread.join(2 * _STRAY_S)
         fail(f"the transport took more than {timeout:g} s for this test{hangs and f': {hangs}'}")
     for error in failed:

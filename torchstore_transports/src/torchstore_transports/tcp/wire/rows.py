@@ -8,12 +8,9 @@ from array import array
 from collections.abc import Callable, Iterable
 
 from torchstore_core.errors import ConfigurationError
+from torchstore_core.machine.copying import compiled
 
-try:
-    from torchstore_core._native import transfer as _native_transfer
-except ImportError:  # built without a compiler
-    _native_transfer = None  # type: ignore[assignment]
-_transfer: Callable[[int, array[int], bool, bool], int] | None = _native_transfer
+_transfer: Callable[[int, array[int], bool, bool], int] | None = compiled("transfer")
 
 __all__ = ["MemoryRows", "has_native", "receive_rows", "send_rows"]
 

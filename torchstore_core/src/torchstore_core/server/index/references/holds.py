@@ -10,13 +10,14 @@ from __future__ import annotations
 import heapq
 import math
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from torchstore_core import moments
 from torchstore_core.errors import (
+    ConfigurationError,
     KeyNotFoundError,
     ProtocolError,
     StoreClosedError,
@@ -38,6 +39,8 @@ from torchstore_core.wire import messages as m
 
 #: How long a reference in flight is kept after its sender has ended, and after it was received.
 DEFAULT_GRACE_S = 10.0
+#: The environment variable that sets it, in seconds.
+GRACE = "TORCHSTORE_REF_GRACE"
 #: How long it is kept after it was received when memory is full, and after a value with it inside
 #: that nobody has held for the usual time.
 SHORT_GRACE_S = 1.0
@@ -45,6 +48,24 @@ SHORT_GRACE_S = 1.0
 READ_REST_S = 0.25
 # Claims that are remembered because they came before their tickets, which other sockets carry.
 _MAX_EARLY = 100_000
+
+
+def grace_s(environment: Mapping[str, str]) -> float:
+    """How long a reference in flight is kept when it may have been forgotten, in seconds.
+
+    Raises:
+        ConfigurationError: the environment gives no number that is at least 0.
+    """
+    text = environment.get(GRACE, "")
+    if not text:
+        return DEFAULT_GRACE_S
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise ConfigurationError(f"{GRACE} is a number of seconds, at least 0, not {text!r}")
+    return seconds
 
 
 class Ticket(msgspec.Struct, eq=False):

@@ -20,6 +20,7 @@ import msgspec
 
 from torchstore_core.contracts.transport import Segment, TransportSpec
 from torchstore_core.errors import PluginError, ProtocolError, TorchStoreError, TransportError
+from torchstore_core.machine.tasks import begin
 from torchstore_core.machine.topology import Topology
 from torchstore_core.plugins.installed import InstalledPlugin
 from torchstore_core.plugins.registry import Registry, load_class
@@ -211,13 +212,7 @@ class Hosting:
         os.close(self._second)
 
     def _accept(self, sock: socket.socket, _pid: int) -> None:
-        self._spawn(self._serve(sock))
-
-    def _spawn(self, work: object) -> None:
-        if asyncio.iscoroutine(work):
-            task = asyncio.get_running_loop().create_task(work)
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        begin(self._serve(sock), self._tasks)
 
     async def _serve(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -226,7 +221,7 @@ class Hosting:
         with sock, contextlib.suppress(OSError, ProtocolError):
             while data := await loop.sock_recv(sock, _RECEIVE):
                 for body in reader.feed(data):
-                    self._spawn(self._answer(sock, sending, body))
+                    begin(self._answer(sock, sending, body), self._tasks)
 
     async def _answer(self, sock: socket.socket, sending: asyncio.Lock, body: bytes) -> None:
         ask = msgspec.msgpack.decode(body, type=Ask)

@@ -12,6 +12,7 @@ import msgspec
 from torchstore_core.contracts.transport import Link, LinkContext, TransportSpec
 from torchstore_core.errors import TransportError, TransportUnavailableError
 from torchstore_core.machine import topology
+from torchstore_core.machine.tasks import begin
 from torchstore_core.plugins.registry import load_class
 from torchstore_core.testing.transports.ends.host import (
     MAX_FRAME,
@@ -57,9 +58,7 @@ class _HostConnection:
     async def ask(self, method: str, peer: bytes, data: bytes, volume: int) -> Answer:
         def send(number: int) -> None:
             ask = Ask(number, method, peer, data, volume)
-            task = asyncio.get_running_loop().create_task(self._send(frame(ask)))
-            self._sends.add(task)
-            task.add_done_callback(self._sends.discard)
+            begin(self._send(frame(ask)), self._sends)
 
         return await self._calls.make(send)
 
