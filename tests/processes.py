@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import functools
 import multiprocessing
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
@@ -27,11 +29,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO, Any
 
+from tests.interpreters import handing_over
+
 __all__ = [
     "Program",
     "Script",
     "fork",
     "fork_server",
+    "hand_over_address",
     "run_program",
     "run_script",
     "stop_fork_server",
@@ -52,7 +57,28 @@ def fork_server() -> ForkServerContext:
 
 def stop_fork_server() -> None:
     """Otherwise it lives as long as this process."""
+    _serving.close()
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
+
+
+_serving = contextlib.ExitStack()
+
+
+@functools.cache
+def hand_over_address() -> str:
+    """Where interpreters have processes forked that have imported torch: what a variable of their
+    environment says (:mod:`tests.interpreters.handing_over`).
+    """
+    folder = _serving.enter_context(tempfile.TemporaryDirectory(prefix="ts-", dir="/tmp"))
+    ours, theirs = socket.socketpair()
+    with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(path := f"{folder}/workers")
+        listener.listen(64)
+        process = fork_server().Process(target=handing_over.serve, args=(listener, theirs))
+        process.start()
+    _serving.callback(process.join)
+    _serving.enter_context(ours)
+    return path
 
 
 def fork(
