@@ -36,7 +36,7 @@ __all__ = [
     "Script",
     "fork",
     "fork_server",
-    "hand_over_address",
+    "hand_over",
     "run_program",
     "run_script",
     "stop_fork_server",
@@ -65,9 +65,9 @@ _serving = contextlib.ExitStack()
 
 
 @functools.cache
-def hand_over_address() -> str:
-    """Where interpreters have processes forked that have imported torch: what a variable of their
-    environment says (:mod:`tests.interpreters.handing_over`).
+def hand_over() -> dict[str, str]:
+    """A variable of the environment with which workers of Monarch's and of multiprocessing's are
+    forked with torch imported (:mod:`tests.interpreters.handing_over`).
     """
     folder = _serving.enter_context(tempfile.TemporaryDirectory(prefix="ts-", dir="/tmp"))
     ours, theirs = socket.socketpair()
@@ -78,7 +78,7 @@ def hand_over_address() -> str:
         process.start()
     _serving.callback(process.join)
     _serving.enter_context(ours)
-    return path
+    return {handing_over.VARIABLE: path}
 
 
 def fork(

@@ -9,34 +9,60 @@ round, and passes signals on.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import fcntl
+import importlib
 import json
+import multiprocessing
 import os
+import runpy
+import select
 import signal
 import socket
 import sys
+import types
 from typing import Any
 
 # A variable: where to have a process forked (the path of a Unix socket).
 VARIABLE = "TESTS_HAND_OVER"
-_MODULE = "monarch._src.actor.bootstrap_main"
+# How the command lines of workers begin: those of Monarch's, and of multiprocessing's.
+_WORKERS = (
+    ("-m", "monarch._src.actor.bootstrap_main"),
+    ("-c", "from multiprocessing.spawn import spawn_main"),
+    ("-c", "from multiprocessing.forkserver import main"),
+)
 _LARGEST = 1 << 17
+_MOST_DESCRIPTORS = 64
 _PR_SET_PDEATHSIG = 1  # of the kernel's include/uapi/linux/prctl.h
 _ENVIRONMENT = slice(47, 49)  # its begin and its end in /proc/self/stat, behind the name
 
 
 def hand_over() -> None:
     """Have another process forked, and end as it does, if this one is to be a worker."""
-    if sys.orig_argv[1:3] != ["-m", _MODULE]:
+    words = [word for word in sys.orig_argv[1:] if word not in ("-B", "-u")]
+    if not any(words[:1] == [how] and words[1].startswith(what) for how, what in _WORKERS):
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if words[0] == "-m":  # such a worker does not outlive who has started it
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     address = os.environ.pop(VARIABLE)
-    order = {"environment": {**os.environ}, "directory": os.getcwd()}
+    descriptors = []
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # that of the folder, which is closed
+            if os.get_inheritable(fd):
+                descriptors.append(fd)
+    order = {
+        "command": words,
+        "descriptors": descriptors,
+        "directory": os.getcwd(),
+        "environment": {**os.environ},
+    }
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(address)
-    socket.send_fds(connection, [json.dumps(order).encode()], [0, 1, 2])
+    socket.send_fds(connection, [json.dumps(order).encode()], descriptors)
+    for fd in descriptors:
+        os.close(fd)
     pid = int(connection.recv(64))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: os.kill(pid, number))
@@ -52,11 +78,7 @@ def serve(listener: socket.socket, alive: Any) -> None:
     """Fork what is ordered, until the other end of ``alive`` is closed; runs in the fork server's
     child, and returns in none of its own.
     """
-    import runpy
-    import select
-    from importlib import import_module
-
-    import_module("tests.monarch.acts")  # what workers import, and what imports no engine
+    importlib.import_module("tests.monarch.acts")  # what workers import, and what imports no engine
     running: dict[int, tuple[int, socket.socket]] = {}  # by pidfd
     while True:
         ready, _, _ = select.select([listener, alive, *running], [], [])
@@ -71,7 +93,7 @@ def serve(listener: socket.socket, alive: Any) -> None:
         if listener not in ready:
             continue
         connection, _ = listener.accept()
-        data, fds, _, _ = socket.recv_fds(connection, _LARGEST, 3)
+        data, fds, _, _ = socket.recv_fds(connection, _LARGEST, _MOST_DESCRIPTORS)
         if pid := os.fork():
             for fd in fds:
                 os.close(fd)
@@ -83,8 +105,7 @@ def serve(listener: socket.socket, alive: Any) -> None:
             other.close()
         listener.close()
         alive.close()
-        _become(json.loads(data), fds, connection)
-        runpy.run_module(_MODULE, run_name="__main__", alter_sys=True)
+        _run(json.loads(data), fds, connection)
         return
 
 
@@ -93,15 +114,18 @@ def _tell(connection: socket.socket, number: int) -> None:
         connection.send(str(number).encode())
 
 
-def _become(order: dict[str, Any], fds: list[int], connection: socket.socket) -> None:
-    # Who has ordered it takes it along: what the end of the connection would signal is a kill.
-    fd = connection.detach()
-    fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
-    for number, stream in enumerate(fds):
-        os.dup2(stream, number)
-        os.close(stream)
+def _run(order: dict[str, Any], fds: list[int], connection: socket.socket) -> None:
+    """Be as the interpreter that has sent the order would have been."""
+    wanted = order["descriptors"]
+    above = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(wanted) + 1) for fd in fds]
+    own = fcntl.fcntl(connection.detach(), fcntl.F_DUPFD_CLOEXEC, max(wanted) + 1)
+    for fd, number in zip(above, wanted, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+    # Who has ordered it takes it along: what the end of the connection signals is a kill.
+    fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
     os.chdir(order["directory"])
     os.environ.clear()
     os.environ.update(order["environment"])
@@ -110,3 +134,16 @@ def _become(order: dict[str, Any], fds: list[int], connection: socket.socket) ->
         begin, end = map(int, file.read().rpartition(")")[2].split()[_ENVIRONMENT])
     lines = sorted((b"%s=%s\0" % item for item in os.environb.items()), key=len)
     ctypes.memmove(begin, b"".join(lines)[: end - begin].ljust(end - begin, b"\0"), end - begin)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    # That of the fork server's own processes is no choice of the program.
+    multiprocessing.set_start_method(None, force=True)
+    how, what, *arguments = order["command"]
+    try:
+        if how == "-m":
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        else:
+            sys.argv[:] = ["-c", *arguments]
+            main = sys.modules["__main__"] = types.ModuleType("__main__")
+            exec(what, main.__dict__)
+    finally:
+        atexit._run_exitfuncs()

@@ -26,8 +26,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.interpreters import handing_over
-from tests.processes import fork, hand_over_address
+from tests.processes import fork, hand_over
 from tests.support import free_port
 
 __all__ = ["Function", "Job", "kill_all", "python_path", "running"]
@@ -100,7 +99,7 @@ class Job:
                 transport,
                 addresses,
                 # In another network namespace, a worker is a new interpreter.
-                {} if wrappers else {handing_over.VARIABLE: hand_over_address()},
+                {} if wrappers else hand_over(),
                 files={1: output.fileno(), 2: output.fileno()},
                 environment=self._environment,
             )
