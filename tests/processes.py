@@ -48,10 +48,12 @@ def fork_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torchstore_core.api", "tests.frozen"])
     hidden = {name: os.environ.pop(name) for name in [*os.environ] if name.startswith("TORCHSTORE")}
+    os.environ.update(_shared)
     try:
         forkserver.ensure_running()
     finally:
         os.environ.update(hidden)
+        os.environ.pop(handing_over.VARIABLE, None)
     return context
 
 
@@ -62,6 +64,8 @@ def stop_fork_server() -> None:
 
 
 _serving = contextlib.ExitStack()
+# What processes that share the tests are told by the one that starts them.
+_shared = {name: os.environ.pop(name) for name in [*os.environ] if name == handing_over.VARIABLE}
 
 
 @functools.cache
@@ -69,6 +73,8 @@ def hand_over() -> dict[str, str]:
     """A variable of the environment with which workers of Monarch's and of multiprocessing's are
     forked with torch imported (:mod:`tests.interpreters.handing_over`).
     """
+    if _shared:
+        return _shared
     folder = _serving.enter_context(tempfile.TemporaryDirectory(prefix="ts-", dir="/tmp"))
     ours, theirs = socket.socketpair()
     with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:

@@ -1,10 +1,10 @@
-"""Workers of Monarch jobs, and their like, that have imported torch: to import it takes a processor
-seconds, and a job has a process for each of them.
+"""Workers of Monarch jobs, of programs and of the tests themselves that have imported torch: that
+takes a processor seconds for each of them.
 
-Who starts them is an engine, which says what it wants in a command line. So a new interpreter
+Who starts them is a library, which says what it wants in a command line. So a new interpreter
 begins, and before it has imported anything, sends its order to a process that has imported torch,
 which forks one that does what was ordered. The interpreter ends as that does, and the other way
-round, and passes signals on.
+round.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from typing import Any
 
 # A variable: where to have a process forked (the path of a Unix socket).
 VARIABLE = "TESTS_HAND_OVER"
-# How the command lines of workers begin: those of Monarch's, and of multiprocessing's.
+# How the command lines of workers begin: of Monarch's, of multiprocessing's, and of xdist's.
 _WORKERS = (
     ("-m", "monarch._src.actor.bootstrap_main"),
     ("-c", "from multiprocessing.spawn import spawn_main"),
     ("-c", "from multiprocessing.forkserver import main"),
+    ("-c", "import sys;exec(eval(sys.stdin.readline()))"),
 )
 _LARGEST = 1 << 17
 _MOST_DESCRIPTORS = 64
@@ -64,8 +65,8 @@ def hand_over() -> None:
     for fd in descriptors:
         os.close(fd)
     pid = int(connection.recv(64))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: os.kill(pid, number))
+    signal.signal(signal.SIGTERM, lambda number, _: os.kill(pid, number))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal interrupts both
     status = int(connection.recv(64) or -signal.SIGKILL)
     if status < 0:
         if status != -signal.SIGKILL:
@@ -78,6 +79,7 @@ def serve(listener: socket.socket, alive: Any) -> None:
     """Fork what is ordered, until the other end of ``alive`` is closed; runs in the fork server's
     child, and returns in none of its own.
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     importlib.import_module("tests.monarch.acts")  # what workers import, and what imports no engine
     running: dict[int, tuple[int, socket.socket]] = {}  # by pidfd
     while True:
@@ -116,6 +118,7 @@ def _tell(connection: socket.socket, number: int) -> None:
 
 def _run(order: dict[str, Any], fds: list[int], connection: socket.socket) -> None:
     """Be as the interpreter that has sent the order would have been."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     wanted = order["descriptors"]
     above = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(wanted) + 1) for fd in fds]
     own = fcntl.fcntl(connection.detach(), fcntl.F_DUPFD_CLOEXEC, max(wanted) + 1)
