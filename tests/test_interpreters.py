@@ -141,6 +141,7 @@ async def test_a_worker_that_is_handed_over_is_as_a_new_interpreter(tmp_path: Pa
         pid = like.pop("pid")
         assert pid != process.pid
         assert b"OF_THIS_TEST=a value\0" in Path(f"/proc/{pid}/environ").read_bytes()
+        assert not Path(f"/proc/{process.pid}/environ").read_bytes().strip(b"\0")
     with _worker(tmp_path, own) as (process, new, told):
         assert (new.pop("torch"), told) == (False, b"told")
         assert new.pop("pid") == process.pid

@@ -64,6 +64,7 @@ def hand_over() -> None:
     socket.send_fds(connection, [json.dumps(order).encode()], descriptors)
     for fd in descriptors:
         os.close(fd)
+    _show(b"")  # who looks for processes by a variable is to find the other one
     pid = int(connection.recv(64))
     signal.signal(signal.SIGTERM, lambda number, _: os.kill(pid, number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal interrupts both
@@ -111,6 +112,13 @@ def serve(listener: socket.socket, alive: Any) -> None:
         return
 
 
+def _show(environment: bytes) -> None:
+    """Let the system show this environment, as much of it as there is room for."""
+    with open("/proc/self/stat") as file:
+        begin, end = map(int, file.read().rpartition(")")[2].split()[_ENVIRONMENT])
+    ctypes.memmove(begin, environment[: end - begin].ljust(end - begin, b"\0"), end - begin)
+
+
 def _tell(connection: socket.socket, number: int) -> None:
     with contextlib.suppress(OSError):  # it was killed
         connection.send(str(number).encode())
@@ -132,11 +140,8 @@ def _run(order: dict[str, Any], fds: list[int], connection: socket.socket) -> No
     os.chdir(order["directory"])
     os.environ.clear()
     os.environ.update(order["environment"])
-    # What the system shows of it, as much as there is room for: not what is long.
-    with open("/proc/self/stat") as file:
-        begin, end = map(int, file.read().rpartition(")")[2].split()[_ENVIRONMENT])
-    lines = sorted((b"%s=%s\0" % item for item in os.environb.items()), key=len)
-    ctypes.memmove(begin, b"".join(lines)[: end - begin].ljust(end - begin, b"\0"), end - begin)
+    # Not all of it, if there is less room: not what is long.
+    _show(b"".join(sorted((b"%s=%s\0" % item for item in os.environb.items()), key=len)))
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     # That of the fork server's own processes is no choice of the program.
     multiprocessing.set_start_method(None, force=True)
