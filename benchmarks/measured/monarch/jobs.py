@@ -17,10 +17,12 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import measured
+
 import torchstore_core as ts
 from torchstore_cli.bench.measuring import timed
 
-_BENCHMARKS = str(Path(__file__).parents[2])
+_BENCHMARKS = str(Path(next(iter(measured.__path__))).parent)
 _WORKER = (
     "import sys; from monarch.actor import run_worker_loop_forever; "
     "run_worker_loop_forever(address=sys.argv[1], ca='trust_all_connections')"
@@ -47,7 +49,11 @@ class Job:
 
         ``hosts``: on so many emulated hosts, ``actors`` on each; 0: on this one.
         """
-        self._run(self._begin(actors, hosts))
+        try:
+            self._run(self._begin(actors, hosts))
+        except BaseException:
+            self._kill_workers()
+            raise
 
     async def _begin(self, actors: int, hosts: int) -> None:
         paths = [_BENCHMARKS, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -144,10 +150,13 @@ class Job:
         try:
             self._run(end())
         finally:
-            for worker in self._workers:
-                worker.kill()
-                worker.wait()
-            self._workers = []
+            self._kill_workers()
+
+    def _kill_workers(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+            worker.wait()
+        self._workers = []
 
 
 async def done(future: Awaitable[Any]) -> Any:
