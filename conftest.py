@@ -85,12 +85,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Where several processes share the tests, torch is imported once."""
-    if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
-        os.environ.update(processes.hand_over())
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """The tests of tests/api run with every runtime, unless they are marked ``local_only``; others
     are about more than the API, and run with ``local``.
@@ -249,7 +243,6 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     _starting.close()
-    processes.stop_fork_server()
     shutil.rmtree(_RUNTIME_DIRECTORY, ignore_errors=True)
 
 

@@ -10,11 +10,9 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import functools
 import multiprocessing
 import os
 import runpy
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,14 +27,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO, Any
 
-from tests.interpreters import handing_over
-
 __all__ = [
     "Program",
     "Script",
     "fork",
     "fork_server",
-    "hand_over",
     "run_program",
     "run_script",
     "stop_fork_server",
@@ -48,43 +43,16 @@ def fork_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torchstore_core.api", "tests.frozen"])
     hidden = {name: os.environ.pop(name) for name in [*os.environ] if name.startswith("TORCHSTORE")}
-    os.environ.update(_shared)
     try:
         forkserver.ensure_running()
     finally:
         os.environ.update(hidden)
-        os.environ.pop(handing_over.VARIABLE, None)
     return context
 
 
 def stop_fork_server() -> None:
     """Otherwise it lives as long as this process."""
-    _serving.close()
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
-
-
-_serving = contextlib.ExitStack()
-# What processes that share the tests are told by the one that starts them.
-_shared = {name: os.environ.pop(name) for name in [*os.environ] if name == handing_over.VARIABLE}
-
-
-@functools.cache
-def hand_over() -> dict[str, str]:
-    """A variable of the environment with which workers of Monarch's and of multiprocessing's are
-    forked with torch imported (:mod:`tests.interpreters.handing_over`).
-    """
-    if _shared:
-        return _shared
-    folder = _serving.enter_context(tempfile.TemporaryDirectory(prefix="ts-", dir="/tmp"))
-    ours, theirs = socket.socketpair()
-    with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(path := f"{folder}/workers")
-        listener.listen(64)
-        process = fork_server().Process(target=handing_over.serve, args=(listener, theirs))
-        process.start()
-    _serving.callback(process.join)
-    _serving.enter_context(ours)
-    return {handing_over.VARIABLE: path}
 
 
 def fork(

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.processes import hand_over, run_program
+from tests.processes import run_program
 from tests.support import until
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -66,7 +66,7 @@ async def finished(name: str, *arguments: str) -> tuple[int, str, str]:
     process that has imported torch. It must leave no process behind.
     """
     mark = uuid.uuid4().hex
-    environment = {**os.environ, **hand_over(), _MARK: mark, "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, _MARK: mark, "GLOO_SOCKET_IFNAME": "lo"}
     try:
         ended = await run_program(
             EXAMPLES / name, *arguments, environment=environment, timeout=PATIENCE_S

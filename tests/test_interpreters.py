@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.interpreters import handing_over
 from tests.interpreters.starting import Starter, starter
-from tests.processes import hand_over, run_script
-from tests.support import children, commands, open_files, running_store, until
+from tests.processes import run_script
+from tests.support import children, commands, open_files, running_store
 
 _COUNTS = "import gc, {0}; print(gc.get_freeze_count(), len(gc.get_objects()), gc.isenabled())"
 
@@ -91,91 +86,3 @@ async def test_what_another_process_would_not_get_is_started_anew() -> None:
             os.umask(before)
         usual, _ = await _keeper(made)
     assert (limited, masked, usual) == (0, 0, 1)
-
-
-# It says what it is, does what it is told, and ends so.
-_WORKER = """from multiprocessing.spawn import spawn_main
-import json, os, signal, sys
-print(json.dumps({
-    "pid": os.getpid(),
-    "torch": "torch" in sys.modules,
-    "arguments": sys.argv,
-    "environment": dict(os.environ),
-    "directory": os.getcwd(),
-    "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
-}), flush=True)
-os.write(int(sys.argv[1]), b"told")
-exec(input())
-"""
-
-
-@contextmanager
-def _worker(
-    directory: Path, environment: dict[str, str]
-) -> Iterator[tuple[subprocess.Popen[str], dict[str, object], bytes]]:
-    """One that began as those of multiprocessing do, what it said, and that to a descriptor."""
-    reads, writes = os.pipe()
-    try:
-        with subprocess.Popen(
-            [sys.executable, "-c", _WORKER, str(writes)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            pass_fds=[writes],
-            cwd=directory,
-            env={**os.environ, **environment},
-        ) as process:
-            assert process.stdout is not None
-            said = json.loads(process.stdout.readline())
-            yield process, said, os.read(reads, 64)
-            process.kill()
-    finally:
-        os.close(reads)
-        os.close(writes)
-
-
-async def test_a_worker_that_is_handed_over_is_as_a_new_interpreter(tmp_path: Path) -> None:
-    own = {"OF_THIS_TEST": "a value"}
-    with _worker(tmp_path, {**hand_over(), **own}) as (process, like, told):
-        assert (like.pop("torch"), told) == (True, b"told")
-        pid = like.pop("pid")
-        assert pid != process.pid
-        assert b"OF_THIS_TEST=a value\0" in Path(f"/proc/{pid}/environ").read_bytes()
-        assert not Path(f"/proc/{process.pid}/environ").read_bytes().strip(b"\0")
-    with _worker(tmp_path, own) as (process, new, told):
-        assert (new.pop("torch"), told) == (False, b"told")
-        assert new.pop("pid") == process.pid
-    for said in (like, new):
-        arguments = said["arguments"]
-        assert isinstance(arguments, list)
-        assert int(arguments.pop()) > 2
-    assert like == new
-    assert handing_over.VARIABLE not in os.environ
-
-
-@pytest.mark.parametrize(
-    ("ends", "status"),
-    [
-        ("sys.exit(3)", 3),
-        ("raise SystemExit", 0),
-        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
-        ("os.abort()", -signal.SIGABRT),
-    ],
-    ids=["status", "none", "killed", "aborted"],
-)
-async def test_who_waits_for_a_worker_that_was_handed_over_learns_how_it_ended(
-    tmp_path: Path, ends: str, status: int
-) -> None:
-    with _worker(tmp_path, hand_over()) as (process, _, _):
-        process.communicate(ends + "\n", timeout=200)
-        assert process.returncode == status
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-async def test_a_worker_that_was_handed_over_ends_with_who_has_handed_it_over(
-    tmp_path: Path, number: signal.Signals
-) -> None:
-    with _worker(tmp_path, hand_over()) as (process, said, _):
-        process.send_signal(number)
-        await until(lambda: not Path(f"/proc/{said['pid']}").exists())
-        assert process.wait(200) == -number

@@ -11,7 +11,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from tests.processes import hand_over, run_program
+from tests.processes import run_program
 from tests.support import until
 from tests.test_examples import EXAMPLES, left_over
 
@@ -29,7 +29,7 @@ async def run(program: Path, *arguments: str, patience: float = PATIENCE_S) -> t
     The engine ends its processes with the one that started them, within moments.
     """
     mark = uuid.uuid4().hex
-    environment = {**os.environ, **hand_over(), _MARK: mark}
+    environment = {**os.environ, _MARK: mark}
     try:
         ended = await run_program(program, *arguments, environment=environment, timeout=patience)
         await until(lambda: not left_over(mark))

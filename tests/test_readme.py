@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.processes import hand_over, run_program
+from tests.processes import run_program
 
 import torchstore_core as ts
 
@@ -41,7 +41,7 @@ PROGRAMS = [program for document in WITH_PROGRAMS for program in programs(docume
 async def test_programs_print_what_it_says(code: str, printed: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"  # a file: spawned children import it
     program.write_text(code)
-    environment = {**os.environ, **hand_over(), "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     status, out, err = await run_program(program, directory=tmp_path, environment=environment)
     assert status == 0, err
     assert not err

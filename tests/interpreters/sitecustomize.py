@@ -7,7 +7,6 @@ full collection would walk all of it, and so would those with which an interpret
 from __future__ import annotations
 
 import gc
-import os
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -48,8 +47,3 @@ class _Large:
 
 
 sys.meta_path.insert(0, _Large)
-
-if "TESTS_HAND_OVER" in os.environ:  # that of a worker, or of what starts workers
-    import handing_over
-
-    handing_over.hand_over()

@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.processes import fork, hand_over
+from tests.processes import fork
 from tests.support import free_port
 
 __all__ = ["Function", "Job", "kill_all", "python_path", "running"]
@@ -98,8 +98,6 @@ class Job:
                 workers,
                 transport,
                 addresses,
-                # In another network namespace, a worker is a new interpreter.
-                {} if wrappers else hand_over(),
                 files={1: output.fileno(), 2: output.fileno()},
                 environment=self._environment,
             )
@@ -238,17 +236,11 @@ def kill_all(running: Callable[[], Iterable[int]], timeout: float) -> None:
         time.sleep(0.01)
 
 
-def _root(
-    pipe: Connection,
-    workers: int,
-    transport: str,
-    addresses: Sequence[str],
-    environment: dict[str, str | None],
-) -> None:
+def _root(pipe: Connection, workers: int, transport: str, addresses: Sequence[str]) -> None:
     from tests.monarch.root import main  # imports Monarch
 
     os.chdir(_REPOSITORY)
-    main(pipe, workers, transport, addresses, environment)
+    main(pipe, workers, transport, addresses)
 
 
 def running() -> set[int]:

@@ -9,7 +9,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import monarch.actor
-from monarch._src.actor.host_mesh import default_bootstrap_cmd
 from monarch.actor import (
     Actor,
     ChannelTransport,
@@ -57,33 +56,24 @@ HERE = _Here()
 HERE.failures = []
 
 
-def main(
-    pipe: Connection,
-    workers: int,
-    transport: str,
-    addresses: Sequence[str],
-    environment: dict[str, str | None],
-) -> None:
-    """Serve the pipe until it closes; the workers' environment has these variables, too."""
+def main(pipe: Connection, workers: int, transport: str, addresses: Sequence[str]) -> None:
+    """Serve the pipe until it closes."""
     monarch.actor.unhandled_fault_hook = _note
     if addresses:
         enable_transport(transport or ChannelTransport.TcpWithLocalhost)
-    asyncio.run(_serve(pipe, workers, addresses, environment))
+    asyncio.run(_serve(pipe, workers, addresses))
 
 
 def _note(failure: MeshFailure) -> None:
     HERE.failures.append(str(failure))
 
 
-async def _serve(
-    pipe: Connection, workers: int, addresses: Sequence[str], environment: dict[str, str | None]
-) -> None:
+async def _serve(pipe: Connection, workers: int, addresses: Sequence[str]) -> None:
     if addresses:
         HERE.hosts = attach_to_workers(ca="trust_all_connections", workers=list(addresses))
         await HERE.hosts.initialized
     hosts = HERE.hosts or this_host()
-    command = default_bootstrap_cmd().with_env(environment)
-    HERE.workers = hosts.spawn_procs({"procs": workers}, bootstrap_command=command)
+    HERE.workers = hosts.spawn_procs({"procs": workers})
     HERE.actors = HERE.workers.spawn("worker", Worker).flatten("worker")
     await HERE.actors.do.call(_ready, ())
     pipe.send_bytes(pickle.dumps((0, True, None)))

@@ -454,7 +454,7 @@ async def test_a_server_that_dies_at_once_again_and_again_is_given_up(store: ts.
             await asyncio.sleep(0.005)
 
     await ts.put("k", 1)
-    await asyncio.wait_for(kill_again(), 120)
+    await asyncio.wait_for(kill_again(), 30)
     with pytest.raises(ts.StoreClosedError):
         await ts.get("k")
 
