@@ -15,6 +15,8 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -492,6 +494,37 @@ def test_greenlets_of_one_thread_are_told_to_take_others(bare: blocking.Client) 
     others[0].run_until_complete(inside())
     over.set()
     thread.join()
+
+
+def test_threads_of_gevent_start_no_servers_and_leave_no_threads(
+    bare: blocking.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gevent watches children in its main thread alone; elsewhere ``initialize`` ended with its
+    TypeError. What patched threads leave is a greenlet of a thread that runs no others: programs
+    did not end. A stand-in says here what gevent says.
+    """
+
+    def hub() -> SimpleNamespace:
+        is_main = threading.current_thread() is threading.main_thread()
+        return SimpleNamespace(loop=SimpleNamespace(default=is_main))
+
+    patched = SimpleNamespace(is_module_patched=lambda name: True)
+    monkeypatch.setitem(sys.modules, "gevent", SimpleNamespace(get_hub=hub))
+    monkeypatch.setitem(sys.modules, "gevent.monkey", patched)
+
+    def used(name: str) -> int:
+        bare.put(name, torch.ones(1000))
+        return thread_loops.run(thread_loops.in_thread(threading.get_native_id), "used")
+
+    def in_other_thread() -> None:
+        with pytest.raises(ts.ConfigurationError, match="main thread alone: call initialize there"):
+            blocking.initialize(runtime="local", store_name="another", **SMALL)
+        assert used("k") == threading.get_native_id()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(in_other_thread).result(100)
+    assert used("l") != threading.get_native_id()  # there, greenlets take turns
+    assert bare.keys() == ["k", "l"]
 
 
 @pytest.mark.local_only

@@ -155,6 +155,25 @@ def test_another_version_is_refused_by_name(target: Target, version: int) -> Non
         )
 
 
+@pytest.mark.parametrize(
+    ("kind", "peer", "further", "version", "older"),
+    [
+        ("hello", "client", [], m.PROTOCOL_VERSION - 1, "the client's"),
+        ("attach", "volume", [], m.PROTOCOL_VERSION - 1, "the volume's"),
+        ("hello", "client", [{"other": "fields"}], m.PROTOCOL_VERSION + 1, "the server's"),
+    ],
+)
+def test_so_is_one_whose_first_message_has_other_fields(
+    target: Target, kind: str, peer: str, further: list[object], version: int, older: str
+) -> None:
+    body = msgspec.msgpack.encode([kind, 1, version, *further])
+    with target.unharmed(), Raw(target.address) as raw:
+        raw.send(len(body).to_bytes(HEADER, "little") + body)
+        message = raw.refused().message
+    assert f"{peer} speaks protocol {version}, this server {m.PROTOCOL_VERSION}" in message
+    assert f"{older} is the older one" in message
+
+
 def test_anything_before_the_hello_is_refused(target: Target) -> None:
     with target.unharmed():
         for request in (m.Status(1), m.Shutdown(1), m.Put(1, 1, []), m.Release([1])):

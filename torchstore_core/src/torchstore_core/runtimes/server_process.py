@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from torchstore_core.clients.calls.thread_loops import in_thread
+from torchstore_core.clients.calls.thread_loops import in_thread, is_patched
 from torchstore_core.contracts.when_full import SPILL_URL, URL_END_S, is_url, shown_place
 from torchstore_core.errors import (
     ConfigurationError,
@@ -83,6 +83,12 @@ class ServerProcess:
                 "itself, and would be started once more instead of a server: start one with "
                 "`torchstore serve`, and connect to it; or set sys.executable to a Python that has "
                 "these packages"
+            )
+        if is_patched():
+            raise ConfigurationError(
+                "gevent has patched this program, and starts processes in the main thread alone: "
+                "call initialize there, and make further calls in gevent.get_hub().threadpool; or "
+                "start the store with `torchstore serve`, and connect to it"
             )
         # -P: the server must not import modules that happen to be in the current directory. It gets
         # a process session of its own, so that Ctrl-C goes only to the owner, which then stops it.

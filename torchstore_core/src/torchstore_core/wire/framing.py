@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from torchstore_core.errors import ProtocolError, TorchStoreError
 from torchstore_core.wire import messages
 
-__all__ = ["HEADER", "FrameReader", "decode_reply", "decode_request", "encode", "portable"]
+__all__ = [
+    "HEADER",
+    "FrameReader",
+    "asked_protocol",
+    "decode_reply",
+    "decode_request",
+    "encode",
+    "portable",
+]
 
 HEADER = 4
 _MAX_DETAILS = 64 << 10
@@ -31,6 +39,28 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     made = globals()[name] = msgspec.msgpack.Decoder(_DECODED[name]).decode
     return made
+
+
+class _First(msgspec.Struct, array_like=True):
+    """How a Hello and an Attach begin, in every version of the protocol."""
+
+    kind: Literal["hello", "attach"]
+    id: int
+    protocol: int
+
+
+def asked_protocol(body: bytes) -> tuple[str, int] | None:
+    """Return who sends a first message, of any version of the protocol, and which one it speaks;
+    None: it is no such message.
+
+    >>> asked_protocol(msgspec.msgpack.encode(["hello", 1, 7, {"fields": "unknown here"}]))
+    ('client', 7)
+    """
+    try:
+        first = msgspec.msgpack.decode(body, type=_First)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return "client" if first.kind == "hello" else "volume", first.protocol
 
 
 def encode(message: messages.Message) -> bytearray:

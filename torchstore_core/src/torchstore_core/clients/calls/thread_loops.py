@@ -12,6 +12,7 @@ import asyncio
 import os
 import selectors
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
@@ -193,13 +194,26 @@ def _run_interruptible(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -
         raised = None  # its traceback has this frame: the cycle would keep what the call has got
 
 
+def is_patched() -> bool:
+    """Whether gevent has patched the program and this is not its main thread: here no process can
+    be started, and threads are greenlets, which nobody runs once this thread has left the call.
+    """
+    monkey: Any = sys.modules.get("gevent.monkey")
+    if monkey is None or not monkey.is_module_patched("threading"):
+        return False
+    return not sys.modules["gevent"].get_hub().loop.default
+
+
 async def in_thread(call: Callable[[], T]) -> T:
     """Run a call that blocks in another thread and return its result.
 
     When the interpreter is shutting down and no longer accepts work for threads, the call runs in
     this thread, which has nothing else left to do then. So it does if there can be no more threads;
-    it stays in the executor's queue then, but runs only once.
+    it stays in the executor's queue then, but runs only once. Nor has it anything else to do if its
+    threads are greenlets: they would keep the program from ending.
     """
+    if is_patched():
+        return call()
     waiting = [call]
 
     def run() -> T:

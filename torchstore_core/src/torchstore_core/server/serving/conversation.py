@@ -27,7 +27,7 @@ from torchstore_core.server.serving.members import is_member
 from torchstore_core.server.serving.sending import Sender
 from torchstore_core.server.spilling.delays import Delayed
 from torchstore_core.wire import messages as m
-from torchstore_core.wire.framing import decode_request, portable
+from torchstore_core.wire.framing import asked_protocol, decode_request, portable
 from torchstore_core.wire.repeating import number_of
 
 if TYPE_CHECKING:
@@ -113,7 +113,11 @@ class Conversation:
         try:
             self._handle(decode_request(body), body)
         except (ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            self.refuse(str(error))
+            asked = None if self.greeted else asked_protocol(body)
+            if asked is None or asked[1] == m.PROTOCOL_VERSION:
+                self.refuse(str(error))
+            else:  # its messages have other fields
+                self.refuse(_mismatch(*asked))
         except StoreClosedError as error:
             self.refuse(error.message, error.code)
         except RecursionError:
@@ -345,10 +349,7 @@ class Conversation:
             raise ProtocolError("a connection has one Hello")
         if first.protocol != m.PROTOCOL_VERSION:
             peer = "client" if isinstance(first, m.Hello) else "volume"
-            raise ProtocolError(
-                f"{peer} speaks protocol {first.protocol}, this server {m.PROTOCOL_VERSION}; "
-                "install the same torchstore-core on both sides"
-            )
+            raise ProtocolError(_mismatch(peer, first.protocol))
         if isinstance(first, m.Hello):
             controller = self._server.controller  # there is none while the store is starting
             begin = functools.partial(self._hello, first, controller)
@@ -558,6 +559,14 @@ def _keep_nothing(session: SessionRecord) -> None:
 
 def _nothing() -> None:
     """Do nothing; this replaces ``end`` when the connection has closed."""
+
+
+def _mismatch(peer: str, protocol: int) -> str:
+    older = f"the {peer}'s" if protocol < m.PROTOCOL_VERSION else "the server's"
+    return (
+        f"{peer} speaks protocol {protocol}, this server {m.PROTOCOL_VERSION}; "
+        f"install the same torchstore-core on both sides: {older} is the older one"
+    )
 
 
 def _failure(request: m.Request, error: TorchStoreError) -> m.Failure:
