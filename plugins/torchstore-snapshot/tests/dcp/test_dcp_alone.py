@@ -239,6 +239,48 @@ def test_pickle_is_refused_unless_allowed(tmp_path: Path, store: ts.Client) -> N
         assert wanted["a"] == Custom()
 
 
+class Locked(DefaultSavePlanner):
+    """Gives bytes that only `Unlocked` can read."""
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        return object if isinstance(object, torch.Tensor) else io.BytesIO(b"locked")
+
+
+class Unlocked(DefaultLoadPlanner):
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        self.original_state_dict[read_item.dest_index.fqn] = value.read()
+
+
+def test_a_bytesio_is_a_value_unless_a_planner_gave_it(tmp_path: Path, store: ts.Client) -> None:
+    where = str(tmp_path / "s")
+    losses = io.BytesIO()
+    torch.save([1.5, 2.5], losses)  # as trainers put them into their state
+    state = {"train": {"losses": losses, "raw": io.BytesIO(b"raw")}}
+    writers: list[Any] = [SnapshotStorageWriter(where, fsync=False, allow_pickle=True)]
+    writers.append(TorchStoreWriter("bytesio", allow_pickle=True))
+    readers: list[Any] = [SnapshotStorageReader(where, allow_pickle=True)]
+    readers.append(TorchStoreReader("bytesio", allow_pickle=True))
+    for writer, reader in zip(writers, readers, strict=True):
+        dcp.save(state, storage_writer=writer)
+        wanted: dict[str, Any] = {"train": {"losses": io.BytesIO(), "raw": io.BytesIO()}}
+        dcp.load(wanted, storage_reader=reader)
+        assert wanted["train"]["raw"].getvalue() == b"raw"
+        loaded = wanted["train"]["losses"]
+        assert loaded.getvalue() == losses.getvalue()
+        loaded.seek(0)
+        assert torch.load(loaded) == [1.5, 2.5]
+    where = str(tmp_path / "locked")
+    given: list[Any] = [SnapshotStorageWriter(where, fsync=False, allow_pickle=True)]
+    given.append(TorchStoreWriter("locked", allow_pickle=True))
+    taken: list[Any] = [SnapshotStorageReader(where, allow_pickle=True)]
+    taken.append(TorchStoreReader("locked", allow_pickle=True))
+    for writer, reader in zip(given, taken, strict=True):
+        dcp.save({"n": 4}, storage_writer=writer, planner=Locked())
+        locked: dict[str, Any] = {"n": 0}
+        dcp.load(locked, storage_reader=reader, planner=Unlocked())
+        assert locked["n"] == b"locked"
+
+
 class Changing(DefaultSavePlanner):
     """Saves other values than those in the state dict."""
 

@@ -21,6 +21,10 @@ from torchstore_core.errors import UnsafeObjectError, UnsupportedValueError
 __all__ = ["encoded", "loaded", "saved", "value_of"]
 
 
+class _AsGiven(io.BytesIO):
+    """What a planner gave instead of a value. A BytesIO of another class is a value."""
+
+
 def value_of(planner: SavePlanner, item: WriteItem, *, allow_pickle: bool) -> Any:
     """Return the value of a write item that is not a tensor.
 
@@ -29,7 +33,7 @@ def value_of(planner: SavePlanner, item: WriteItem, *, allow_pickle: bool) -> An
 
     Raises:
         UnsafeObjectError: the bytes cannot be loaded without pickle. With ``allow_pickle``, they
-            are returned as they are, as BytesIO.
+            are returned as they are, and `saved` gives them to planners as they are.
     """
     kind: Any = type(planner)
     if (
@@ -47,7 +51,7 @@ def value_of(planner: SavePlanner, item: WriteItem, *, allow_pickle: bool) -> An
     except UnsafeObjectError:
         if not allow_pickle:
             raise
-        return data
+        return _AsGiven(data.getvalue())
 
 
 def encoded(name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
@@ -62,8 +66,8 @@ def encoded(name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
 
 
 def saved(value: Any) -> io.BytesIO:
-    """Return a value as planners load it. BytesIO that a planner gave are returned unchanged."""
-    if isinstance(value, io.BytesIO):
+    """Return a value as planners load it; what a planner gave instead of one, unchanged."""
+    if isinstance(value, _AsGiven):
         return io.BytesIO(value.getvalue())
     made = io.BytesIO()
     torch.save(value, made)
