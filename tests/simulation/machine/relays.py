@@ -73,6 +73,10 @@ class Uplink:
     def poll(self) -> Awaitable[bytes]:
         return self._call(None)
 
+    @property
+    def paused(self) -> bool:
+        return False
+
     def _call(self, requests: bytes | None) -> asyncio.Future[bytes]:
         answer = self._world.loop.create_future()
         self._number += 1

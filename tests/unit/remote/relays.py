@@ -63,6 +63,7 @@ class Direct:
         calls: how many ``exchange`` and ``poll`` there were.
         said: how many messages of clients each exchange carried.
         silent: neither side hears the other any more, and nothing fails.
+        paused: see ``Uplink``.
         delays: how long the answers to the next exchanges take, seconds.
     """
 
@@ -72,6 +73,7 @@ class Direct:
         self.calls: Counter[str] = Counter()
         self.said: list[int] = []
         self.silent = False
+        self.paused = False
         self.delays: list[float] = []
 
     def exchange(self, said: bytes) -> Awaitable[bytes]:

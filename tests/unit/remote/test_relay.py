@@ -358,6 +358,35 @@ async def test_silence_does_not_count_while_nobody_can_be_heard() -> None:
     relays.close()
 
 
+async def test_silence_of_a_server_does_not_count_while_a_relay_is_paused(
+    impatient: Relayed,
+) -> None:
+    """It is not certain of anything meanwhile, and is kept as long as it is heard."""
+    impatient.uplink.paused = impatient.uplink.silent = True
+    token, relays = impatient.uplink.token, impatient.relay_server
+
+    async def it_is_not_certain() -> bool:
+        impatient.stage.call(relays.heard, token)
+        return not impatient.relay.valid
+
+    await until(it_is_not_certain)
+    for _ in range(20):  # twice as long as it would be borne
+        impatient.stage.call(relays.heard, token)
+        await asyncio.sleep(0.1)
+    assert impatient.losses == 0
+    assert token in relays.tokens
+
+
+async def test_time_in_which_a_relay_stood_still_does_not_count(impatient: Relayed) -> None:
+    """Its event loop, which is the server's here: neither gives the other up."""
+    client = await _client(impatient)
+    impatient.stage.call(time.sleep, 1.4)
+    await client.put("k", 1)
+    assert await client.get("k") == 1
+    assert impatient.losses == 0
+    await ts.shutdown(impatient.address)
+
+
 async def test_a_process_that_died_with_its_relay_holds_nothing(impatient: Relayed) -> None:
     await _put_one(impatient)
     with await _holding(impatient) as holder:

@@ -36,11 +36,12 @@ _TORCH = "torch"
 
 def is_torch_unfinished() -> bool:
     """Return whether a thread is importing torch, which takes seconds: there is a module already,
-    without its classes. The engine asks of all memory whether it is a tensor as soon as there is
-    such a module, and fails until it has them.
+    without all of its classes. As soon as there is such a module, the engine asks of all memory
+    whether it is a tensor, and fails until it has them; and no message of the engine's is encoded
+    or decoded before the import has ended.
     """
-    torch = sys.modules.get(_TORCH)
-    return torch is not None and not hasattr(torch, "Tensor")
+    spec = getattr(sys.modules.get(_TORCH), "__spec__", None)
+    return bool(getattr(spec, "_initializing", False))  # what an import statement looks at
 
 
 def finish_torch() -> None:

@@ -67,6 +67,12 @@ class Uplink(Protocol):
     def poll(self) -> Awaitable[bytes]:
         """Call ``RelayServer.poll``: wait for later replies, and show that the relay is alive."""
 
+    @property
+    def paused(self) -> bool:
+        """Whether no call can return now for a reason of this process, which is still shown to be
+        alive (``RelayServer.heard``): the server's silence means nothing meanwhile.
+        """
+
 
 class Engine(Protocol):
     """The functions of an engine.

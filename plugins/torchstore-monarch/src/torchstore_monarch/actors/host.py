@@ -29,7 +29,7 @@ from torchstore_monarch.rpc.forwarder import Forwarder
 from torchstore_monarch.rpc.server import RpcServer
 from torchstore_monarch.rpc.wire import Place
 
-if TYPE_CHECKING:  # it imports this module
+if TYPE_CHECKING:
     from torchstore_monarch import job
 
 _WATCH_S = 1.0
@@ -44,6 +44,12 @@ class HostActor(Actor):
     """
 
     def __init__(self) -> None:
+        # It imports this module. It is imported now because a relay asks through it who leads when
+        # it gets no answer, often as this process is busy, and an import beside one of torch takes
+        # up to 10 s, in which the relay is silent.
+        from torchstore_monarch import job
+
+        self._job = job
         self._core: CoreThread | None = None
         self._directory: SweptDirectory | None = None
         self._volumes: list[Volume] = []
@@ -85,10 +91,8 @@ class HostActor(Actor):
 
     async def _leader(self) -> tuple[int, Any] | None:
         """See ``Directory.leader``."""
-        from torchstore_monarch import job
-
         found: tuple[int, Any] | None
-        found = await (await job.directory()).leader.call_one(self._store_id)
+        found = await (await self._job.directory()).leader.call_one(self._store_id)
         return found
 
     async def _start(self, wanted: Placement) -> str:
@@ -234,9 +238,7 @@ class HostActor(Actor):
     @concurrent_endpoint
     async def use_this_actor(self) -> None:
         """Let this process make its calls to stores as this actor from now on; see ``job``."""
-        from torchstore_monarch import job
-
-        self._used = job.use_this_actor(self)
+        self._used = self._job.use_this_actor(self)
 
     async def open_relay(
         self, store: FoundStore, controller: Any, volumes: dict[str, Any], timeout: float

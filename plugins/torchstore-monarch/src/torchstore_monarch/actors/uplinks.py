@@ -26,6 +26,7 @@ from monarch.actor import Channel
 from torchstore_core.errors import ProtocolError, StoreClosedError, TorchStoreError
 from torchstore_core.machine.sockets.unix import connect, unix_socket
 from torchstore_core.server.serving.frames import FrameProtocol
+from torchstore_monarch.actors.pulse import Pulse
 from torchstore_monarch.protocol import result
 from torchstore_monarch.switchboard import wire
 
@@ -85,6 +86,7 @@ class RelayUplink:
         self._living: asyncio.Task[None] | None = None
         self._receiving: asyncio.Task[None] | None = None
         self._calls: set[asyncio.Future[Any]] = set()
+        self._pulse = Pulse()
 
     async def open(self, here: bytes, agent: str) -> None:
         """Introduce the relay to the server.
@@ -104,6 +106,7 @@ class RelayUplink:
         self._token, received, there = result(await controller.open_uplink.call_one(*asked))
         there.return_undeliverable = False
         self.controller, self._there = controller, there
+        self._pulse.lead(there, (self._token, 0, 0, _NOTHING))
         self._has_arrived(received)
         self._unsent = None
         for request in self._waiting:
@@ -138,6 +141,11 @@ class RelayUplink:
             return self._arrived.popleft()
         raise self._error or StoreClosedError("the server does not say anything any more")
 
+    @property
+    def paused(self) -> bool:
+        """See :class:`Pulse`."""
+        return self._pulse.beats
+
     def led(self, generation: int) -> None:
         """The controller of that generation leads now, see ``Directory.leader``."""
         if generation != self._generation:
@@ -145,6 +153,7 @@ class RelayUplink:
 
     def close(self) -> None:
         """Receive nothing more. Idempotent."""
+        self._pulse.close()
         for task in (self._living, self._receiving):
             if task is not None:
                 task.cancel()

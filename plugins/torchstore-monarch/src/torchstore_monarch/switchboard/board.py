@@ -244,8 +244,9 @@ class Switchboard:
         uplink = self._uplinks.get(token)
         if uplink is None:
             return
+        relays.heard(token)
         uplink.has(got)
-        if number != uplink.received + 1:  # the actor before has brought it, too
+        if number != uplink.received + 1:  # the actor before has brought it, too; or it is none
             return
         uplink.received = number
         try:

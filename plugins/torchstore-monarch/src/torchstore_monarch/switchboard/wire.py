@@ -64,7 +64,9 @@ class OpenUplink(_Message, frozen=True):
 
 
 class Ask(_Message, frozen=True):
-    """Requests of a relay, see ``RelayServer.exchange``; ``got`` as in :class:`OpenUplink`."""
+    """Requests of a relay, see ``RelayServer.exchange``; ``got`` as in :class:`OpenUplink`. Those
+    with the number 0 are none: the relay shows that it is alive, see ``RelayServer.heard``.
+    """
 
     token: bytes
     number: int

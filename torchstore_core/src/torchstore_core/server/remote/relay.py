@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 # A relay gives up after this fraction of ``expire_s``, which must be before the server does.
 _GIVE_UP = 2 / 3
+# How often it looks until then whether there is an answer.
+_LOOKS = 10
 
 
 class Relay:
@@ -125,11 +127,27 @@ class Relay:
 
     async def _poll(self) -> None:
         while not self._closed:
+            started = self._clock()
+            answer = asyncio.ensure_future(self._uplink.poll())
             try:
-                async with asyncio.timeout(self._patience_s):
-                    await self._receive(self._uplink.poll(), self._clock())
-            except TimeoutError:  # an engine may wait for a dead process for ever
-                self._give_up(TimeoutError(f"it was silent for {self._patience_s} s"))
+                if await self._answered(answer):
+                    await self._receive(answer, started)
+                else:  # an engine may wait for a dead process for ever
+                    self._give_up(TimeoutError(f"it was silent for {self._patience_s} s"))
+            finally:
+                answer.cancel()
+
+    async def _answered(self, answer: asyncio.Future[bytes]) -> bool:
+        """Wait for an answer; whether it has come before this process has listened for long enough.
+        Time in which the event loop stood still, or the uplink was paused, does not count.
+        """
+        silent = 0
+        while silent < _LOOKS:
+            await asyncio.wait([answer], timeout=self._patience_s / _LOOKS)
+            if answer.done():
+                return True
+            silent += not self._uplink.paused
+        return False
 
     async def _receive(self, answer: Awaitable[bytes], started: float) -> None:
         """Carry out the server's replies to a call that was made at ``started``."""

@@ -259,6 +259,11 @@ class RelayServer:
         """
         return msgspec.msgpack.encode(self._relay(token).exchange(RelayRequests.decode(requests)))
 
+    def heard(self, token: bytes) -> None:
+        """The relay has shown that it is alive, without a call."""
+        if token in self._relays:
+            self._relays[token].last_heard = self._clock()
+
     async def poll(self, token: bytes) -> bytes:
         """Wait for replies; returns an encoded list of :class:`RelayReply`, which may be empty.
 
