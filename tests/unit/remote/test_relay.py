@@ -377,16 +377,6 @@ async def test_silence_of_a_server_does_not_count_while_a_relay_is_paused(
     assert token in relays.tokens
 
 
-async def test_time_in_which_a_relay_stood_still_does_not_count(impatient: Relayed) -> None:
-    """Its event loop, which is the server's here: neither gives the other up."""
-    client = await _client(impatient)
-    impatient.stage.call(time.sleep, 1.4)
-    await client.put("k", 1)
-    assert await client.get("k") == 1
-    assert impatient.losses == 0
-    await ts.shutdown(impatient.address)
-
-
 async def test_a_process_that_died_with_its_relay_holds_nothing(impatient: Relayed) -> None:
     await _put_one(impatient)
     with await _holding(impatient) as holder:

@@ -69,8 +69,9 @@ class Uplink(Protocol):
 
     @property
     def paused(self) -> bool:
-        """Whether no call can return now for a reason of this process, which is still shown to be
-        alive (``RelayServer.heard``): the server's silence means nothing meanwhile.
+        """Whether no call can return now, or could until a moment ago, for a reason of this
+        process, which is shown to be alive (``RelayServer.heard``): that the server is silent means
+        nothing then.
         """
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
+import time
 from typing import Any
 
 from torchstore_core.machine.threads import start_thread
@@ -14,6 +16,8 @@ log = logging.getLogger(__name__)
 
 # As often as a relay polls.
 _BEAT_S = 2.0
+# For as long after the last sign of life what was waiting may still be on its way.
+_RECENT_S = 2 * _BEAT_S
 
 
 class Pulse:
@@ -28,13 +32,16 @@ class Pulse:
 
     def __init__(self) -> None:
         self._way: tuple[Any, Any] | None = None
+        self._beaten = -math.inf
         self._closed = threading.Event()
         start_thread(self._run, "torchstore-pulse")
 
     @property
     def beats(self) -> bool:
-        """Whether the relay's calls wait for an import, and it is shown to be alive instead."""
-        return self._way is not None and is_torch_unfinished()
+        """Whether the relay's calls wait for an import, and it is shown to be alive instead; or did
+        until a moment ago.
+        """
+        return time.monotonic() < self._beaten + _RECENT_S
 
     def lead(self, port: Any, message: object) -> None:
         """From now on send ``message`` through that port of the engine's."""
@@ -55,6 +62,7 @@ class Pulse:
                 return
 
     def _send(self, port: Any, encoded: Any) -> None:
+        self._beaten = time.monotonic()
         try:
             port._send_message(encoded)
         except Exception as error:  # noqa: BLE001 - whatever the engine raises for a dead actor

@@ -28,8 +28,6 @@ log = logging.getLogger(__name__)
 
 # A relay gives up after this fraction of ``expire_s``, which must be before the server does.
 _GIVE_UP = 2 / 3
-# How often it looks until then whether there is an answer.
-_LOOKS = 10
 
 
 class Relay:
@@ -138,16 +136,15 @@ class Relay:
                 answer.cancel()
 
     async def _answered(self, answer: asyncio.Future[bytes]) -> bool:
-        """Wait for an answer; whether it has come before this process has listened for long enough.
-        Time in which the event loop stood still, or the uplink was paused, does not count.
+        """Wait for an answer; whether it has come in time. That begins anew while the uplink is
+        paused.
         """
-        silent = 0
-        while silent < _LOOKS:
-            await asyncio.wait([answer], timeout=self._patience_s / _LOOKS)
+        while True:
+            await asyncio.wait([answer], timeout=self._patience_s)
             if answer.done():
                 return True
-            silent += not self._uplink.paused
-        return False
+            if not self._uplink.paused:
+                return False
 
     async def _receive(self, answer: Awaitable[bytes], started: float) -> None:
         """Carry out the server's replies to a call that was made at ``started``."""
