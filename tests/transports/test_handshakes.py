@@ -335,8 +335,9 @@ async def _chosen_after_a_get(client: ts.Client, name: str) -> bool:
 
 async def test_a_fault_of_a_half_is_a_transport_error_with_the_fault() -> None:
     async with running_store(prefer=["mailbox"]) as client:
-        with pytest.raises(ts.TransportError, match="a fault of the half"):
+        with pytest.raises(ts.TransportError, match="a fault of the half") as caught:
             await ask(client, Letter("fail"))
+        assert caught.value.details == {"raised": "ValueError"}
         server = await ask(client, Letter("who"))
         with pytest.raises(ts.TransportError, match=r"SystemExit.*the library's fault"):
             await ask(client, Letter("exit"))

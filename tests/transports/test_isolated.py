@@ -217,6 +217,13 @@ async def test_a_process_that_cannot_end_a_client_is_killed_with_the_reason_in_t
     assert record.getMessage().endswith("it took more than 0.3 s")
 
 
+async def test_a_fault_of_the_half_is_a_transport_error_with_the_fault() -> None:
+    async with _half() as half:
+        with pytest.raises(ts.TransportError, match="a fault of the half") as caught:
+            await half.ask(Letter("fail"))
+        assert caught.value.details == {"raised": "ValueError"}
+
+
 @pytest.mark.parametrize("what", ["nothing", "too much", "long error"])
 async def test_an_impossible_answer_is_an_error_of_that_handshake_alone(what: str) -> None:
     async with _half() as half:

@@ -141,6 +141,7 @@ def _clean() -> Iterator[None]:
         (ending("Silent"), OFFERS, "took more than 5 s"),
         (half("Waiting"), HANDSHAKES, "took more than 5 s"),
         (half("Accepting"), HANDSHAKES, "a garbage handshake was accepted"),
+        (half("Careless"), HANDSHAKES, "'handshake' raise KeyError, which is no TransportError"),
         (half("Confused"), HANDSHAKES, "after garbage handshakes"),
         (f"{BROKEN}.pickles:plugin", "test_handshakes_carry_no_pickles", "the offer is a pickle"),
         (

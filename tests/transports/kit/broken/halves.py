@@ -166,6 +166,13 @@ class Accepting(Simple):
         return await super().handshake(peer, OPEN)
 
 
+class Careless(Simple):
+    """Looks up what it does not understand."""
+
+    async def handshake(self, peer: bytes, request: bytes) -> bytes:
+        return await super().handshake(peer, {OPEN: OPEN}[request])
+
+
 class Confused(Simple):
     """Serves nobody any more after garbage."""
 

@@ -228,7 +228,9 @@ class TransportServer(ABC):
 
         Raises:
             TransportUnavailableError: this transport has no handshakes.
-            TransportError: the client is refused; it gets this error.
+            TransportError: the client is refused; it gets this error. Whatever else is raised is a
+                fault of the half: the server logs it, and the client gets a TransportError with the
+                name of its class as ``details["raised"]``.
         """
         raise TransportUnavailableError("this transport has no handshake")
 

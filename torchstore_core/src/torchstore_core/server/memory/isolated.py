@@ -50,6 +50,14 @@ _PAUSE_S = 5.0
 _SILENT_PAUSES = 4
 
 
+def failure_of_half(error: BaseException) -> TransportError:
+    """What a client is told when a server half has raised what its contract does not allow:
+    ``details["raised"]`` is the name of that exception's class.
+    """
+    raised = type(error).__qualname__
+    return TransportError(f"its server half failed: {error!r}", details={"raised": raised})
+
+
 class _Order(msgspec.Struct, frozen=True):
     """The configuration of the process, passed as its command-line argument.
 
@@ -384,8 +392,7 @@ async def _serve(order: _Order) -> None:
             code, message = TransportError.code, "this client has disconnected"
         except Exception as error:
             log.warning("%s failed in %s", order.half, ask.method, exc_info=True)
-            code = TransportError.code
-            message, _ = portable(TransportError(f"its server half failed: {error!r}"))
+            code, (message, details) = TransportError.code, portable(failure_of_half(error))
         registered = tuple(_registered(half, segment) for segment in order.segments)
         async with sending:
             with contextlib.suppress(OSError):

@@ -20,7 +20,7 @@ from torchstore_core.errors import (
 from torchstore_core.machine import networks, topology
 from torchstore_core.machine.tasks import begin
 from torchstore_core.plugins.registry import Registry, load_class
-from torchstore_core.server.memory.isolated import IsolatedServer
+from torchstore_core.server.memory.isolated import IsolatedServer, failure_of_half
 from torchstore_core.server.memory.segment import SegmentMemory
 from torchstore_core.wire import messages as m
 
@@ -192,7 +192,7 @@ class Volume:
             raise
         except _FAULTS as error:
             log.warning("transport %s failed in a handshake", transport, exc_info=True)
-            raise TransportError(f"its server half failed: {error!r}") from error
+            raise failure_of_half(error) from error
         if not isinstance(answer, bytes) or len(answer) > m.MAX_HANDSHAKE:
             kind = type(answer).__qualname__
             raise TransportError(

@@ -156,6 +156,12 @@ class RefusingTests(TransportKit):
                     raised = await outcome(stranger.handshake(request), _SOON_S, what)
                     known = raised is None or isinstance(raised, TransportError)
                     check(known, f"{what} raised {raised!r}, which is no TransportError")
+                    if isinstance(raised, TransportError) and "raised" in raised.details:
+                        fail(
+                            f"{what} ({request[:40]!r}) made the server half's 'handshake' raise "
+                            f"{raised.details['raised']}, which is no TransportError: it has to "
+                            f"refuse what it does not understand ({raised})"
+                        )
                 for request in _GARBAGE[2:4]:
                     await must_refuse(stranger.handshake(request), "a garbage handshake", _SOON_S)
             memory, offset = Memory(pattern(9, _NBYTES)), endpoints.take(_NBYTES)
