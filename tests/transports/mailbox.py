@@ -71,7 +71,10 @@ class MailboxServer(TransportServer):
         return b"mailbox"
 
     async def handshake(self, peer: bytes, request: bytes) -> bytes:
-        letter = msgspec.msgpack.decode(request, type=Letter)
+        try:
+            letter = msgspec.msgpack.decode(request, type=Letter)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise TransportError(f"that is no letter: {error}") from error
         self._peers.add(peer)
         match letter.what:
             case "who":
