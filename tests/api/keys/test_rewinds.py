@@ -233,6 +233,30 @@ async def test_what_is_given_up_changes_nothing(shared, k):
     assert (await ts.get(old[51]))["small"] == 51
 
 
+async def test_a_number_of_before_is_gone_and_not_still_to_come(shared, k):
+    """Who names a version by its number was told that it is not there yet."""
+    await publish(k, 50, 53, keep=4)
+    await ts.put_state_dict(weights(51.5), k, version=51, rewind=True)
+    calls = [
+        lambda version: ts.get(ts.Request(k, version)),
+        lambda version: ts.get(ts.Request(f"{k}/small", version)),
+        lambda version: ts.get_state_dict(k, version=version),
+        lambda version: ts.stat(k, version=version),
+    ]
+    for call in calls:
+        with pytest.raises(ts.VersionGoneError, match=r"rewound to 51.*wait for it") as caught:
+            await call(52)
+        assert caught.value.details == {"current": 51, "rewound": True}
+        with pytest.raises(ts.VersionGoneError, match=r"no version 54 .* yet") as caught:
+            await call(54)
+        assert caught.value.details == {"current": 51}
+    await publish(k, 52, 52)
+    for call in calls:
+        await call(52)
+        with pytest.raises(ts.VersionGoneError, match="rewound to 51"):
+            await call(53)
+
+
 async def test_bad_arguments(shared, k):
     for put in (
         lambda **how: ts.put(k, 1, **how),

@@ -93,7 +93,17 @@ class Catalog:
 
     def _gone_error(self, key: str, version: int) -> VersionGoneError:
         there = self.versions(key)
-        return self.evictions.gone_error(key, version, there) or gone_error(key, version, there)
+        evicted = self.evictions.gone_error(key, version, there)
+        return evicted or gone_error(key, version, there, self._rewound(key))
+
+    def _rewound(self, key: str) -> tuple[int, int]:
+        """Which version a key, or the state dict of an entry, went back to the last time, and the
+        highest that it had before; 0 if it never did.
+        """
+        for name in (key, *(base for base, _ in splits(key))):
+            if name in self.timelines:
+                return self.timelines.began_with(name), self.timelines.used(name)
+        return 0, 0
 
     def held_version(
         self, key: str, version: int, timeline: int | None = None

@@ -55,8 +55,16 @@ def used_error(key: str, version: int, used: int, newest: int) -> VersionGoneErr
     )
 
 
-def gone_error(key: str, version: int, versions: list[int]) -> VersionGoneError:
-    """The error for a version that cannot be read; ``versions`` are those that can."""
+def gone_error(
+    key: str, version: int, versions: list[int], rewound: tuple[int, int] = (0, 0)
+) -> VersionGoneError:
+    """The error for a version that cannot be read.
+
+    Args:
+        versions: those that can.
+        rewound: which version the key went back to the last time, and the highest that it had
+            before; 0 if it never did.
+    """
     if not key:
         return VersionGoneError(
             f"object {version:x} is gone: it was freed, or the last reference to it had ended "
@@ -64,6 +72,15 @@ def gone_error(key: str, version: int, versions: list[int]) -> VersionGoneError:
             details={"current": 0},
         )
     if versions and version > versions[-1]:
+        back_to, used = rewound
+        if version <= used:
+            return VersionGoneError(
+                f"version {version} of {key!r} is gone: the key was rewound to {back_to}, and is "
+                f"at {versions[-1]} now. What its new run puts as version {version} is not there "
+                "yet; wait for it if that is wanted",
+                key=key,
+                details={"current": versions[-1], "rewound": True},
+            )
         text = f"there is no version {version} of {key!r} yet: it is at {versions[-1]}; wait for it"
         return VersionGoneError(text, key=key, details={"current": versions[-1]})
     now = "no such key" if not versions else f"it is at {versions[-1]} now"

@@ -131,6 +131,10 @@ class Timelines:
         rewinds = self._rewinds.get(key)
         return rewinds[-1][0] if rewinds else 0
 
+    def used(self, key: str) -> int:
+        """The highest version that a key had before it went back; 0 if it never did."""
+        return self._used.get(key, 0)
+
     def rewound(self, key: str, version: int, timeline: int, used: int) -> None:
         """A key has gone back to a version. ``used``: the highest that it ever had."""
         rewinds = self._rewinds.setdefault(key, [])
