@@ -395,7 +395,42 @@ async def test_ls_into_a_pipe_that_closes(options: tuple[str, ...], store: ts.Cl
         assert process.stdout.read(1)
         process.stdout.close()
         assert await asyncio.to_thread(process.stderr.read) == ""
-        assert await asyncio.to_thread(process.wait, 10) == 1
+        assert await asyncio.to_thread(process.wait, 10) == 128 + signal.SIGPIPE
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["ls"], ["stat", "k"], ["status", "--json"], ["doctor"], ["--help"], ["ls", "-h"]],
+    ids=" ".join,
+)
+async def test_what_nobody_reads_ends_a_command_as_the_signal_would(
+    command: list[str], store: ts.Client
+):
+    await store.put("k", 1)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as closed:
+        ended = await asyncio.to_thread(
+            subprocess.run, [SCRIPT, *command], stdout=closed, stderr=subprocess.PIPE, timeout=300
+        )
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+def test_a_server_stays_although_nobody_reads_where_it_is(tmp_path: Path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    where = f"unix:{tmp_path}/control.sock"
+    command = [SCRIPT, "serve", "--capacity", "64MiB", "--prefault", "0", "--directory", tmp_path]
+    with subprocess.Popen(command, stdout=writer, stderr=subprocess.PIPE) as process:
+        os.close(writer)
+        try:
+            assert process.stderr is not None
+            assert b"torchstore" in process.stderr.readline()  # it says that it has started
+            with ts.blocking.connect(where, store_name="unread") as client:
+                client.put("k", 1)
+        finally:
+            process.terminate()
+        assert process.wait(60) == 0
 
 
 async def test_an_error_that_cannot_be_printed_as_json_is_still_a_line(store: ts.Client):

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -50,6 +51,18 @@ def test_without_a_command_it_shows_its_help() -> None:
     shown = call()
     assert (shown.status, shown.err) == (2, "")
     assert shown.out == call("--help").out
+
+
+@pytest.mark.parametrize("how", [(), ("--json",)], ids=["text", "json"])
+def test_what_nobody_reads_ends_a_command_as_the_signal_would(
+    taken: Path, how: tuple[str, ...]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "torchstore_cli", "snapshot", "ls", str(taken), *how]
+    with os.fdopen(writer, "wb") as closed:
+        ended = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, timeout=300)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 def state(**changes: Any) -> dict[str, StateDict]:

@@ -12,7 +12,9 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; return the exit status: 0, 1 for an error, 2 for wrong usage."""
+    """Run the tool; return the exit status: 0, 1 for an error, 2 for wrong usage, 130 if it was
+    interrupted, 141 if nobody reads what it says.
+    """
     from torchstore_cli.app import run
 
     return run(sys.argv[1:] if arguments is None else list(arguments))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import select
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
@@ -30,6 +32,8 @@ _COMMANDS = "torchstore.commands"
 _TIMEOUT_S = 10.0
 _LARGEST_BENCH = 4 << 30
 _INTERRUPTED = 130
+#: What a shell says of a command that SIGPIPE has ended: `set -o pipefail` scripts know it.
+_UNREAD = 128 + signal.SIGPIPE
 
 
 class _Settings:
@@ -391,7 +395,10 @@ def serve(
     log_to_stderr("INFO", "torchstore")
 
     def ready(report: Serving) -> None:
-        _answer(settings, report)
+        try:
+            _answer(settings, report)
+        except BrokenPipeError:  # the store is up all the same
+            _discard_output()
 
     options = ServerOptions(
         store_name=name,
@@ -471,9 +478,23 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(Failed("aborted", "interrupted"), as_json, status=_INTERRUPTED)
     except TorchStoreError as error:
         return _fail(Failed(error.code, error.message, error.key, error.details), as_json)
+    except (BrokenPipeError, SystemExit) as error:  # click makes the one of the other
+        if not _nobody_reads():
+            if isinstance(error, SystemExit):
+                raise
+            return _fail(Failed("error", str(error)), as_json)
+        _discard_output()
+        return _UNREAD
     except OSError as error:
         return _fail(Failed("error", str(error)), as_json)
     return result if isinstance(result, int) else 0
+
+
+def _nobody_reads() -> bool:
+    """Whether standard output is a pipe, or a socket, whose other end is closed: `... | head`."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # which is told in any case
+    return bool(poll.poll(0))
 
 
 def _fail(failed: Failed, as_json: bool, status: int = 1) -> int:
@@ -495,18 +516,14 @@ def _fail(failed: Failed, as_json: bool, status: int = 1) -> int:
 
 
 def _answer(settings: _Settings, report: Report, *, long: bool = False) -> None:
-    try:
-        if settings.json:
-            _print_json(report)
-            return
-        from torchstore_cli.screen import Screen
-        from torchstore_cli.views import show
+    if settings.json:
+        _print_json(report)
+        return
+    from torchstore_cli.screen import Screen
+    from torchstore_cli.views import show
 
-        show(Screen(), report, long=long)
-        sys.stdout.flush()
-    except BrokenPipeError:  # `torchstore ls | head`: buffered output has nowhere to go
-        _discard_output()
-        sys.exit(1)
+    show(Screen(), report, long=long)
+    sys.stdout.flush()
 
 
 def _discard_output() -> None:

@@ -8,6 +8,7 @@ be folded. Output to a pipe is neither wrapped nor folded.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -48,12 +49,19 @@ def bar(fraction: float, width: int = 24) -> Text:
     return Text.assemble(("█" * full, colour), ("░" * (width - full), "dim"))
 
 
+class _Console(Console):
+    """One that leaves it to the command how it ends when nobody reads its output."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
 class Screen:
     """Prints to standard output, or to standard error."""
 
     def __init__(self, *, stderr: bool = False) -> None:
         plain = bool(os.environ.get("NO_COLOR"))  # neither bold nor dim, only the text
-        self.console = Console(
+        self.console = _Console(
             stderr=stderr,
             highlight=False,
             markup=False,

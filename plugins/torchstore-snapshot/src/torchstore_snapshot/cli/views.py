@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -40,12 +41,19 @@ def show(report: msgspec.Struct) -> None:
             page.line(f"{report.destination}: {report.kind} → {report.into}, {what}")
 
 
+class _Console(Console):
+    """One that leaves it to the command how it ends when nobody reads its output."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
 class _Page:
     """Standard output. Nothing is wrapped or cut, so that what one copies from it is whole."""
 
     def __init__(self) -> None:
         plain = bool(os.environ.get("NO_COLOR"))
-        self._console = Console(
+        self._console = _Console(
             highlight=False, markup=False, emoji=False, color_system=None if plain else "auto"
         )
 
