@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -99,6 +100,33 @@ def test_nested_values(tmp_path: Path) -> None:
     assert snapshot.read_object("0/v/list.1.n") == 3
     with pytest.raises(SnapshotNotFoundError):
         snapshot.read_object("v/list/1/m")
+
+
+def test_what_trainers_keep_beside_tensors_needs_no_pickle(tmp_path: Path) -> None:
+    """dtypes, devices, arrays and scalars of numpy, also deep inside of a state."""
+    value = {
+        "dtype": torch.bfloat16,
+        "device": torch.device("cuda:1"),
+        "size": torch.Size([2, 3]),
+        "best": np.float64(0.25),
+        "random": np.random.RandomState(3).get_state(),
+        "buckets": [{"dtype": torch.float32, "sizes": [torch.Size([4])], "w": torch.ones(2)}],
+        "large": np.arange(100_000),
+    }
+    for take in (Snapshot.take, lambda *a, **k: Snapshot.async_take(*a, **k).wait()):
+        snapshot = take(tmp_path / "s", {"v": StateDict(value)}, overwrite=True)
+        back = StateDict(
+            {**value, "dtype": None, "best": 0.0, "random": None, "large": None, "buckets": []}
+        )
+        snapshot.restore({"v": back})
+        assert back["dtype"] is torch.bfloat16
+        assert back["buckets"][0]["dtype"] is torch.float32
+        assert back["buckets"][0]["sizes"] == [torch.Size([4])]
+        assert (back["device"], back["size"]) == (value["device"], value["size"])
+        assert type(back["size"]) is torch.Size
+        assert (type(back["best"]), back["best"]) == (np.float64, 0.25)
+        assert (back["random"][1] == value["random"][1]).all()
+        assert (snapshot.read_object("v/large") == value["large"]).all()
 
 
 def test_pickle_is_refused_unless_it_is_allowed(tmp_path: Path) -> None:

@@ -125,7 +125,8 @@ class ObjectEntry(msgspec.Struct, frozen=True, omit_defaults=True, tag="object")
     """A value that is not a tensor.
 
     Args:
-        codec: ``"msgpack"`` or ``"pickle"``.
+        codec: ``"msgpack"`` or ``"pickle"``. A version of torchstore-core that does not know an
+            extension in the msgpack of a value cannot read that one value.
         data: the encoded value (base64 in JSON); empty if it is in a data file.
         piece: where the encoded value is in a data file; None if it is in ``data``.
         steps: as for a tensor.

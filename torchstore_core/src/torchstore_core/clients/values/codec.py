@@ -1,8 +1,8 @@
 """Encodes any Python object as bytes and decodes it again, with all types preserved.
 
-Values that msgpack represents exactly are encoded with msgpack; tuples, sets and the like are
-msgpack extensions, so that their types survive. Everything else is pickled. Pickle is used in this
-module only, and in clients only: the server stores bytes.
+Values that msgpack represents exactly are encoded with msgpack; tuples, sets, dtypes, arrays of
+numpy and the like are msgpack extensions, so that their types survive. Everything else is pickled.
+Pickle is used in this module only, and in clients only: the server stores bytes.
 
 Encoding runs on the event loop and cannot be interrupted, so its time is bounded by the size of the
 value in memory. Every object is visited once, however often it occurs in the value. Each byte of
@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
+from torchstore_core.clients.values.library_values import described, rebuilt
 from torchstore_core.clients.values.pieces import LARGE, Buffer, Pieces, memory_of, utf8_of
 from torchstore_core.errors import OutOfMemoryError, UnsafeObjectError, UnsupportedValueError
 from torchstore_core.values import ObjectMeta
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 MSGPACK = "msgpack"
 PICKLE = "pickle"
 
-_TUPLE, _SET, _FROZENSET, _BYTEARRAY, _COMPLEX, _INTEGER, _PAIRS = range(1, 8)
+_TUPLE, _SET, _FROZENSET, _BYTEARRAY, _COMPLEX, _INTEGER, _PAIRS, _LIBRARY = range(1, 9)
 _MAX_DEPTH = 64
 # msgpack writes an object out again each time that it occurs in a value. Objects of up to this many
 # bytes are not counted (the reference itself takes 8 bytes in memory, too); the repetitions of
@@ -92,8 +93,8 @@ def encode_pieces(key: str, value: Any, *, allow_pickle: bool) -> tuple[ObjectMe
         if not allow_pickle:
             raise UnsafeObjectError(
                 f"{key!r}: a {type(value).__qualname__} needs pickle, which allow_pickle=False "
-                "forbids; put tensors, numbers, str and bytes of less than 4 GiB, and plain "
-                "containers of them, none of them in two places",
+                "forbids; put tensors, numbers, str, bytes and arrays of less than 4 GiB, and "
+                "plain containers of them, none of them in two places",
                 key=key,
             ) from None
     try:
@@ -239,8 +240,10 @@ def _to_wire(value: Any, seen: set[int], known: _Known, depth: int) -> Any:
         return value
     if kind is complex:
         return _Ext(_COMPLEX, _encode([value.real, value.imag]))
-    if depth > _MAX_DEPTH or kind not in _CONTAINERS:
+    if depth > _MAX_DEPTH:
         raise _NotExactError
+    if kind not in _CONTAINERS:
+        return _of_library(value, seen, known)
     depth += 1
     apart = len(known.large)
     if kind is tuple or kind is frozenset:
@@ -285,9 +288,26 @@ def _to_wire(value: Any, seen: set[int], known: _Known, depth: int) -> Any:
     return known.extension(_SET, _encode(members), apart)
 
 
+def _of_library(value: Any, seen: set[int], known: _Known) -> Any:
+    found = described(value)
+    if found is None:
+        raise _NotExactError
+    apart, data = len(known.large), found.data
+    stored: Any = data
+    if found.what == "array":  # which is mutable
+        if id(value) in seen:
+            raise _NotExactError
+        seen.add(id(value))
+    if data is not None and len(data) >= LARGE:
+        stored = known.apart(b"\xc6" + _length(len(data)), data)
+    return known.extension(_LIBRARY, _encode((found.what, found.details, stored)), apart)
+
+
 def _extension(tag: int, data: memoryview) -> Any:
     if tag == _BYTEARRAY:
         return bytearray(data)
+    if tag == _LIBRARY:
+        return rebuilt(data)
     if tag == _INTEGER:
         return int.from_bytes(data, "little", signed=True)
     inner = msgspec.msgpack.decode(data, ext_hook=_extension)
