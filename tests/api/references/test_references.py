@@ -318,6 +318,32 @@ async def test_what_dataclasses_make_of_a_reference_holds_nothing(shared: ts.Cli
     await until_free()
 
 
+async def test_a_reference_ends_with_its_block(shared: ts.Client):
+    with await ts.put_object(torch.arange(BIG)) as ref:
+        assert len(await ts.get(ref)) == BIG
+        other = await ts.hold(ref)
+    assert [one.version for one in await ts.refs()] == [ref.version]
+    assert len(await ts.get(ref)) == BIG  # another one keeps it alive
+    other.release()
+    other.release()
+    await until_free()
+    for gone in (ref, other):
+        with pytest.raises(ts.VersionGoneError):
+            await ts.get(gone)
+    with pytest.raises(KeyError), await ts.put_object(b"x" * BIG) as ref:
+        raise KeyError("of the user")
+    await until_free()
+
+
+async def test_a_released_reference_keeps_nothing_alive_wherever_it_is_sent(shared: ts.Client):
+    ref = await ts.put_object([1, 2])
+    ref.release()
+    await until_free()
+    with pytest.raises(ts.VersionGoneError):
+        await ts.get(pickle.loads(pickle.dumps(ref)))
+    assert (ref, ref.version, ref.store_name) == (ref, ref.ref.version, shared.store_name)
+
+
 async def test_references_in_cycles_are_collected(shared: ts.Client):
     cycle: list[object] = [await ts.put_object(torch.ones(BIG))]
     cycle.append(cycle)

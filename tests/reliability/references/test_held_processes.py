@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.processes import fork_server
+from tests.processes import fork_server, run_script
 from tests.reliability.harness import MB, Child
 from tests.support import SMALL, halt, running_store, until, used
 
@@ -350,3 +350,22 @@ async def _is_gone(ref: ts.HeldRef) -> bool:
     except ts.StoreClosedError:
         return True
     return False
+
+
+async def test_equal_references_that_arrive_before_their_store_are_each_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On another host, they wait until their process has joined the store."""
+    ref = await ts.put_object("value")
+    monkeypatch.setenv("TORCHSTORE_HOST_ID", "another host")
+    said = await run_script(
+        f"""
+        import os, pickle
+        refs = [pickle.loads({pickle.dumps(ref)!r}) for _ in range(3)]
+        refs.pop().release()
+        await ts.connect({(await ts.address())!r})
+        (report,) = await ts.refs()
+        print([one.pid for one in report.holders].count(os.getpid()))
+        """
+    )
+    assert said == "2\n"

@@ -20,9 +20,10 @@ from torchstore_core.clients.calls.reference_operations import R
 from torchstore_core.clients.client import Client
 from torchstore_core.clients.session.handshake import running_loop
 from torchstore_core.clients.session.held_ref import HeldRef
-from torchstore_core.clients.stores import environment, lookup, starting, table
+from torchstore_core.clients.stores import environment, leaving, lookup, starting, table
 from torchstore_core.clients.stores.environment import DEFAULT_NAME
-from torchstore_core.clients.stores.joined import DEFAULT_TIMEOUT_S, JoinedStore
+from torchstore_core.clients.stores.joined import DEFAULT_TIMEOUT_S
+from torchstore_core.clients.stores.leaving import STOP_TIMEOUT_S
 from torchstore_core.contracts.ranks import SPMDEnv
 from torchstore_core.contracts.runtime import StoreOptions
 from torchstore_core.contracts.strategy import Strategy
@@ -46,8 +47,6 @@ if TYPE_CHECKING:
     from torchstore_core.clients.state_dicts.putting import PendingPut
     from torchstore_core.clients.values.differences import StateDictReport
     from torchstore_core.clients.values.sharding import TensorShard
-
-_STOP_TIMEOUT_S = starting.STOP_TIMEOUT_S
 
 
 async def initialize(
@@ -138,7 +137,7 @@ async def initialize(
     registry = Registry(block=policy.block)
     with table.reserve(store_name) as ended:
         if ended is not None:
-            await _leave(ended, _STOP_TIMEOUT_S)
+            await leaving.leave(ended)
         host = starting.runtime(registry, runtime, mesh)
         if keeper and not host.keeps:
             raise ConfigurationError(
@@ -248,7 +247,7 @@ async def initialize_spmd(
             allow_pickle = environment.allows_pickle(allow_pickle)
             ended = reserved.enter_context(table.reserve(store_name))
             if ended is not None:
-                await _leave(ended, _STOP_TIMEOUT_S)
+                await leaving.leave(ended)
             if place.local_rank == 0:  # once per host is enough
                 await starting.warn_of_another(store_name)
         except (TorchStoreError, RuntimeWarning) as error:  # the others must not wait for this rank
@@ -294,8 +293,10 @@ async def connect(
     address = environment.as_address(address)
     allow_pickle = environment.allows_pickle(allow_pickle)
     policy = Policy.make(prefer, block)
+    before = table.known(store_name)
     store = await table.connect(address, store_name, policy, timeout, allow_pickle)
-    return Client(store, timeout=timeout, allow_pickle=allow_pickle)
+    leave = None if store is before else leaving.leave_opened
+    return Client(store, timeout=timeout, allow_pickle=allow_pickle, leave=leave)
 
 
 async def connect_or_initialize(
@@ -377,7 +378,7 @@ async def connect_or_initialize(
                     if before.runtime.ranks is not None:
                         raise
                     if table.remove(store_name, before) is not None:
-                        await _leave(before, _STOP_TIMEOUT_S)
+                        await leaving.leave(before)
         where = lookup.address_of(store_name)
         if where is not None and (before is None or before.address != where):
             with contextlib.suppress(StoreClosedError):
@@ -409,7 +410,7 @@ async def connect_or_initialize(
 
 
 async def shutdown(
-    store_name: str = DEFAULT_NAME, *, timeout: float | None = _STOP_TIMEOUT_S
+    store_name: str = DEFAULT_NAME, *, timeout: float | None = STOP_TIMEOUT_S
 ) -> None:
     """End the store if this process owns it, otherwise just leave it. If there is none, do nothing.
 
@@ -423,23 +424,7 @@ async def shutdown(
     """
     running_loop()
     limit = check_timeout(timeout)
-    limit = _STOP_TIMEOUT_S if limit is None else limit
-    store = table.remove(store_name)
-    if store is not None:
-        await _leave(store, limit)
-    if store is None or not (store.connected or store.runtime):
-        await lookup.end_in_job(store_name, None if store is None else store.address, limit)
-
-
-async def _leave(store: JoinedStore, limit: float) -> None:
-    """Leave a store that was removed from the table, and end its server if this process owns it."""
-    store.close()
-    runtime = store.runtime
-    if runtime is not None:
-        published = runtime.local_address or store.address
-        if environment.inherited_address(store.store_name) == published:
-            environment.publish(store.store_name, None)
-        await runtime.stop(limit)
+    await leaving.shut_down(store_name, STOP_TIMEOUT_S if limit is None else limit)
 
 
 async def address(store_name: str = DEFAULT_NAME, *, timeout: float | None = None) -> str:

@@ -25,7 +25,18 @@ import asyncio
 import functools
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent import futures
-from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, Unpack, cast, overload
+from typing import (
+    Any,
+    Concatenate,
+    Literal,
+    ParamSpec,
+    Protocol,
+    Self,
+    TypeVar,
+    Unpack,
+    cast,
+    overload,
+)
 
 import torch
 
@@ -318,10 +329,25 @@ async def _put_state_dict(
 class Client:
     """A process's access to one store, like :class:`torchstore_core.Client`, but with methods that
     block. Safe to use from several threads.
+
+    >>> import torchstore_core.blocking as ts
+    >>> with ts.initialize(capacity=64 << 20) as store:
+    ...     store.put("step", 7)
+    ...     store.get("step")
+    ObjectRef(key='step', version=1)
+    7
     """
 
     def __init__(self, client: async_client.Client) -> None:
         self._client = client
+
+    def __enter__(self) -> Self:
+        self._client._joined.enter(self._client._leave)
+        return self
+
+    @_uncompiled
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        thread_loops.run(self._client.__aexit__(kind, error, trace), "shutdown")
 
     def __repr__(self) -> str:
         return f"<blocking {repr(self._client)[1:]}"

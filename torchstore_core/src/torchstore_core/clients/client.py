@@ -62,6 +62,24 @@ class Client(VolumeOperations):
     and in a forked child (which gets connections of its own). Every operation takes ``timeout=``
     (seconds; None: the store's default, as given to ``initialize`` or ``connect``).
 
+    At the end of an ``async with`` block of what ``initialize``, ``initialize_spmd``, ``connect``
+    or ``connect_or_initialize`` has returned, the store is shut down, as by ``shutdown``; when
+    several such blocks overlap, at the end of the last one. A store that this process had before
+    that call, or that ``client()`` has found, stays.
+
+    >>> import asyncio
+    >>> import torchstore_core as ts
+    >>> async def main():
+    ...     async with await ts.initialize(capacity=64 << 20) as store:
+    ...         await store.put("step", 7)
+    ...         async with await ts.connect(store.address):
+    ...             pass  # it was there already
+    ...         print(await store.get("step"))
+    ...     print(await ts.stores())
+    >>> asyncio.run(main())
+    7
+    []
+
     Every operation can raise the following, in addition to the errors that it documents itself:
 
     * ``StoreTimeoutError``: the timeout has expired.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from torchstore_core.clients.calls.arguments import check_bools, check_timeout
 from torchstore_core.clients.calls.clock import Clock
@@ -20,7 +21,12 @@ R = TypeVar("R", bound=m.Message)
 
 
 class ClientBase:
-    """One joined store, and the defaults of its calls."""
+    """One joined store, and the defaults of its calls.
+
+    Args:
+        leave: shuts the store down at the end of a block (``async with``), if the call that returns
+            this client has opened the store; None: it was there before, and stays.
+    """
 
     def __init__(
         self,
@@ -28,8 +34,10 @@ class ClientBase:
         *,
         timeout: float | None = None,
         allow_pickle: bool | None = None,
+        leave: Callable[[JoinedStore], Awaitable[None]] | None = None,
     ) -> None:
         self._joined = joined
+        self._leave = leave
         self._timeout = joined.timeout if timeout is None else timeout
         self._allow_pickle = joined.allow_pickle
         self._allow_pickle = self._pickles(allow_pickle)
@@ -40,6 +48,13 @@ class ClientBase:
             return self._allow_pickle
         check_bools(allow_pickle=wanted)
         return wanted
+
+    async def __aenter__(self) -> Self:
+        self._joined.enter(self._leave)
+        return self
+
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
+        await self._joined.exit()
 
     def __repr__(self) -> str:
         return f"<Client of store {self._joined.store_name!r} at {self._joined.address}>"

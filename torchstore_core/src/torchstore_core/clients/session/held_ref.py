@@ -48,6 +48,9 @@ class HeldRef:
     the object is collected (``del``, or its scope ends), or when the process ends, however it ends.
     A forked child holds what its parent held at the fork.
 
+    As that may be late (an exception that is kept keeps the variables of its functions), a ``with``
+    block ends a reference when the block ends, and ``release`` at once.
+
     References can be pickled, encoded by msgspec (decode them with this class as the type), put
     into queues of ``multiprocessing``, and passed to actors. While one is on its way, it is held,
     too: until it was received or its sender has ended, and for a grace period after that. The
@@ -74,9 +77,14 @@ class HeldRef:
     ...     received = pickle.loads(pickle.dumps(ref))
     ...     del ref
     ...     print(await ts.get(received))
+    ...     await ts.put("policy", 1)
+    ...     with await ts.hold("policy") as before:
+    ...         await ts.put("policy", 2)
+    ...         print(await ts.get(before), await ts.get("policy"))
     ...     await ts.shutdown()
     >>> asyncio.run(main())
     [1, 2, 3]
+    1 2
     """
 
     __slots__ = ("__weakref__", "_holder", "_ident", "_place", "_ref", "_ticket")
@@ -146,6 +154,25 @@ class HeldRef:
     def __deepcopy__(self, memo: object) -> HeldRef:
         return self
 
+    # ---- its end --------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """End this reference now, as if it had been collected: it keeps nothing alive any more, and
+        is an ``ObjectRef`` in all but name. Others of the same version, here and elsewhere, are
+        not touched. Does not block; does nothing the second time.
+        """
+        with _lock:
+            _waiting.pop(id(self), None)
+            holder, self._holder = self._holder, None
+        if holder is not None:
+            holder.end(self._ident)
+
+    def __enter__(self) -> HeldRef:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.release()
+
     def __del__(self) -> None:
         holder = getattr(self, "_holder", None)
         if holder is not None:
@@ -196,7 +223,7 @@ class HeldRef:
         self._ident = 0
         if not self._claim():
             with _lock:
-                _waiting.add(self)
+                _waiting[id(self)] = self
 
     def _claim(self) -> bool:
         """Hold what has arrived, if its store can be reached; returns whether it does now."""
@@ -266,9 +293,10 @@ def _received(ref: ObjectRef, place: StorePlace, ticket: int) -> HeldRef:
     return made
 
 
-# References whose store could not be reached when they arrived.
-_waiting: weakref.WeakSet[HeldRef] = weakref.WeakSet()
-_lock = threading.Lock()
+# References whose store could not be reached when they arrived, by id(): equal ones are apart.
+_waiting: weakref.WeakValueDictionary[int, HeldRef] = weakref.WeakValueDictionary()
+# Reentrant, because what a finalizer releases may end while this is held.
+_lock = threading.RLock()
 
 
 def claim_waiting() -> None:
@@ -276,9 +304,9 @@ def claim_waiting() -> None:
     if not _waiting:
         return
     with _lock:
-        for ref in list(_waiting):
+        for number, ref in list(_waiting.items()):
             if ref._claim():
-                _waiting.discard(ref)
+                _waiting.pop(number, None)
 
 
 os.register_at_fork(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from torchstore_core.clients.calls import observers as observing
 from torchstore_core.clients.calls.incarnations import Renewed
@@ -77,9 +77,25 @@ class JoinedStore:
         self._session: Session | None = None
         self._earlier: weakref.WeakSet[Session] = weakref.WeakSet()  # with calls under way, maybe
         self._closed = False
+        self._blocks = 0
+        self._leave: Callable[[JoinedStore], Awaitable[None]] | None = None
         # Where the address led the last time that it was looked up, and in which process.
         self._socket = ""
         self._looked_up_by = 0
+
+    def enter(self, leave: Callable[[JoinedStore], Awaitable[None]] | None) -> None:
+        """A block of one of its clients begins. ``leave``: as for ``ClientBase``."""
+        with lock:
+            self._blocks += 1
+            self._leave = self._leave or leave
+
+    async def exit(self) -> None:
+        """Such a block has ended. The last one leaves the store, if that is for a block to do."""
+        with lock:
+            self._blocks -= 1
+            leave = None if self._blocks else self._leave
+        if leave is not None:
+            await leave(self)
 
     def leads_to(self, address: str, policy: Policy) -> bool:
         """Whether it is at the store at that address, in the same way."""

@@ -12,7 +12,14 @@ from torchstore_core.clients.calls.arguments import check_bools, check_store_nam
 from torchstore_core.clients.calls.user_warnings import warn
 from torchstore_core.clients.client import Client
 from torchstore_core.clients.session.handshake import running_loop
-from torchstore_core.clients.stores import ancestors, discovery, environment, lookup, table
+from torchstore_core.clients.stores import (
+    ancestors,
+    discovery,
+    environment,
+    leaving,
+    lookup,
+    table,
+)
 from torchstore_core.clients.stores.joined import JoinedStore
 from torchstore_core.contracts.ranks import RankRuntime, SPMDEnv
 from torchstore_core.contracts.runtime import Runtime, StoreOptions
@@ -25,7 +32,6 @@ from torchstore_core.plugins.strategy_data import check_transport
 
 log = logging.getLogger(__name__)
 
-STOP_TIMEOUT_S = 10.0
 SPMD = "spmd"
 _LONGEST_NAME = 200  # the system's names of memory have 249
 _NOT_IN_A_NAME = re.compile("[\0\ud800-\udfff]")
@@ -51,7 +57,7 @@ async def start(
         environment.publish(options.store_name, host.local_address or where)
     except BaseException as error:
         store.close()
-        await host.stop(STOP_TIMEOUT_S)
+        await host.stop(leaving.STOP_TIMEOUT_S)
         if isinstance(error, StoreClosedError):
             raise StoreClosedError(
                 f"store {options.store_name!r} was shut down while it was being initialized",
@@ -59,7 +65,7 @@ async def start(
             ) from error
         raise
     table.add(store)
-    return Client(store)
+    return Client(store, leave=leaving.leave_opened)
 
 
 async def warn_of_another(store_name: str) -> None:
