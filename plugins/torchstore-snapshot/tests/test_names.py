@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from torchstore_core.errors import ConfigurationError, UnsupportedValueError
 from torchstore_snapshot import Series, Snapshot, SnapshotNotFoundError, StateDict
 from torchstore_snapshot.converting import convert
+from torchstore_snapshot.dcp import SnapshotStorageReader, SnapshotStorageWriter
 from torchstore_snapshot.format import safetensors_files
 
 
@@ -27,6 +29,39 @@ def test_a_tensor_with_the_name_of_the_header(tmp_path: Path) -> None:
     assert not [*(tmp_path / "s").glob("*.index.json")]
     with pytest.raises(UnsupportedValueError, match="__metadata__"):
         convert(tmp_path / "s", tmp_path / "out", to="safetensors")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_the_name_of_an_entry_may_be_empty(tmp_path: Path) -> None:
+    """As that of the root among the modules of a model."""
+
+    def state(number: float) -> dict[str, Any]:
+        tensors = {"": torch.full((3,), number), "n": {"": torch.full((2,), number)}}
+        return {**tensors, "w": torch.full((1,), number), "o": {"": number}}
+
+    def same(found: dict[str, Any]) -> None:
+        assert found[""].tolist() == [1, 1, 1]
+        assert found["n"][""].tolist() == [1, 1]
+        assert (found["w"].tolist(), found["o"]) == ([1], {"": 1.0})
+
+    Snapshot.take(tmp_path / "s", {"m": StateDict(state(1.0))}, fsync=False)
+    Snapshot.async_take(tmp_path / "async", {"m": StateDict(state(1.0))}, fsync=False).wait()
+    for kind in ("dcp", "torchsnapshot"):
+        convert(tmp_path / "s", tmp_path / f"as {kind}", to=kind)
+        convert(tmp_path / f"as {kind}", tmp_path / f"from {kind}")
+    for name in ("s", "async", "from dcp", "from torchsnapshot"):
+        snapshot = Snapshot(tmp_path / name)
+        assert snapshot.verify() == {}
+        same(snapshot.get_state_dict_for_key("m"))
+        into = StateDict(state(0.0))
+        snapshot.restore({"m": into})
+        same(dict(into))
+        assert snapshot.read_object("m/").tolist() == [1, 1, 1]
+    saved = {"": torch.ones(2), "m": {"": torch.ones(3)}}
+    dcp.save(saved, storage_writer=SnapshotStorageWriter(tmp_path / "dcp"))
+    loaded = {"": torch.zeros(2), "m": {"": torch.zeros(3)}}
+    dcp.load(loaded, storage_reader=SnapshotStorageReader(tmp_path / "dcp"))
+    assert (loaded[""].sum(), loaded["m"][""].sum()) == (2, 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz])

@@ -195,6 +195,10 @@ class _Folder:
         return found
 
 
+# The place of what says which container it is in: no step of a path, which slashes divide.
+_SELF = "/"
+
+
 class _Leaf:
     """Stands for a value in the nested state dict."""
 
@@ -215,7 +219,7 @@ def _members(
         nested = _built(key, state, folder, stand_ins)
         if not isinstance(nested, dict):
             raise SnapshotFormatError(f"{key!r} is no state dict, but one value", key=key)
-        for leaf in nesting.flatten(key, nested):
+        for leaf in nesting.flatten(key, nested, unnamed=True):
             found = stand_ins.get(id(leaf.value))
             if found is None:
                 codec, data = encoded(leaf.name, leaf.value, allow_pickle=folder.allow_pickle)
@@ -238,11 +242,11 @@ def _place(states: dict[str, Any], own: Mapping[str, _Entry], path: str, entry: 
         name = step if end > 1 else unquote(step)
         inner = place.setdefault(name, {})
         if isinstance(inner, _Leaf):
-            inner = place[name] = {"": inner}
+            inner = place[name] = {_SELF: inner}
         place = inner
     last = steps[-1] if len(steps) > 1 else unquote(steps[-1])
     if entry.type in _CONTAINERS:
-        place.setdefault(last, {})[""] = _Leaf(path, entry)
+        place.setdefault(last, {})[_SELF] = _Leaf(path, entry)
     else:
         place[last] = _Leaf(path, entry)
 
@@ -258,7 +262,7 @@ def _built(path: str, value: Any, folder: _Folder, stand_ins: dict[int, _Leaf]) 
             return made
         return _value(value, folder)
     members = dict(value)
-    container = members.pop("", None)
+    container = members.pop(_SELF, None)
     if container is None:
         raise SnapshotFormatError(f"nothing says what {path!r} is", key=path)
     built = {

@@ -72,7 +72,7 @@ def fold(
     made: Entries = {}
     for own, state in nested.items():
         made[own] = {}
-        for leaf in nesting.flatten(own, state):
+        for leaf in nesting.flatten(own, state, unnamed=True):
             found = table.get(id(leaf.value))
             if found is None:
                 meta, data = encode_object(leaf.name, leaf.value, allow_pickle=False)

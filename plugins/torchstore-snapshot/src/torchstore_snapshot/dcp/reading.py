@@ -279,7 +279,7 @@ def load_values(files: Files, name: str, value: Any) -> Any:
         reads.extend(plan_reads(leaf.path, leaf.entry, made, boxes.whole(leaf.entry.shape)))
         return made
 
-    made = nesting.replace(dict(held), nesting.flatten(name, held), read)
+    made = nesting.replace(dict(held), nesting.flatten(name, held, unnamed=True), read)
     execute(files, reads, check="during")
     return made[name]
 

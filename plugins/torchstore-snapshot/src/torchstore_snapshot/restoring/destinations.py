@@ -70,7 +70,7 @@ def match(key: str, stateful: Stateful, entries: Mapping[str, Entry]) -> Filled:
 def _matched(key: str, stateful: Stateful, state: Any, entries: Mapping[str, Entry]) -> Filled:
     filled = Filled(state=state)
     parameters = _parameters(stateful)
-    flat = nesting.flatten(key, filled.state)
+    flat = nesting.flatten(key, filled.state, unnamed=True)
     leaves = {leaf.name: leaf.value for leaf in flat}
     module = isinstance(stateful, torch.nn.Module)
     absent = [leaf for leaf in flat if leaf.name not in entries and not _is_container(leaf.value)]

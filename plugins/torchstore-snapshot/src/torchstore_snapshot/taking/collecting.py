@@ -146,7 +146,7 @@ def collect_values(
     for key, state in states.items():
         exceptions = (common or {}).get(key)
         everywhere = common is not None and key in common
-        for leaf in nesting.flatten(key, state):
+        for leaf in nesting.flatten(key, state, unnamed=True):
             path = f"{key}/{leaf.name}"
             if not path.isascii():
                 _refuse_surrogates(path)

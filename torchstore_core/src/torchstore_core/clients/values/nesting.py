@@ -39,11 +39,14 @@ def _instead(given: Any) -> str:
     return "; give dict() of it" if isinstance(given, Iterator) else ""
 
 
-def flatten(key: str, state_dict: Any) -> list[Leaf]:
+def flatten(key: str, state_dict: Any, *, unnamed: bool = False) -> list[Leaf]:
     """Every entry of a state dict, in order.
 
     Dicts are flattened. Lists and tuples are flattened only if they contain tensors; otherwise they
     are a single value, like everything else. Names are the keys and indices, joined with dots.
+
+    Args:
+        unnamed: whether the name of one may be empty, which is the last part of no key of a store.
 
     Raises:
         UnsupportedValueError: not a dict, two entries with the same name, a key that is neither str
@@ -67,13 +70,13 @@ def flatten(key: str, state_dict: Any) -> list[Leaf]:
             direct += 1
         else:
             leaves.extend(_leaves(key, value, (_step(key, name, ()),), known))
-    if direct == len(leaves) and "" not in state_dict:  # the keys of a dict are unique
+    if direct == len(leaves) and (unnamed or "" not in state_dict):  # the keys of a dict are unique
         return leaves
     names = {leaf.name for leaf in leaves}
     if len(names) < len(leaves):
         twice = Counter(leaf.name for leaf in leaves).most_common(1)[0][0]
         raise UnsupportedValueError(f"{key!r}: two entries are named {twice!r}", key=key)
-    if "" in names:
+    if "" in names and not unnamed:
         raise UnsupportedValueError(f"{key!r}: an entry's name is empty", key=key)
     return leaves
 
