@@ -283,6 +283,10 @@ async def test_connect_to_what_is_not_there(tmp_path, store):
     for address in (f"unix:{tmp_path}/none.sock", "tcp:1.2.3.4:5", "", "nonsense"):
         with pytest.raises(ts.StoreClosedError):
             await ts.connect(address, store_name="other", timeout=5)
+    with pytest.raises(ts.StoreClosedError, match=r"that is a folder.*'control\.sock'"):
+        await ts.connect(str(tmp_path), store_name="other", timeout=5)
+    with pytest.raises(ts.ConfigurationError, match=r"'other'; a name is given as store_name="):
+        await ts.initialize("other")
     for wrong in (None, 5):
         with pytest.raises(ts.ConfigurationError, match="an address is a str"):
             await ts.connect(wrong, store_name="other")

@@ -194,8 +194,14 @@ async def test_destinations_that_are_no_memory_are_refused(shared):
     await ts.put("c", torch.ones(4, dtype=torch.complex64))
     with pytest.raises(ts.UnsupportedValueError, match=r"conjugate .* cannot be filled"):
         await ts.get("c", torch.zeros(4, dtype=torch.complex64).conj())
-    for wrong in ([0.0] * 4, 4, "t"):
-        with pytest.raises(ts.LayoutMismatchError, match="not a tensor"):
+    for wrong, instead in [
+        ([0.0] * 4, ""),
+        (4, ""),
+        ("t", "; get_batch gets several keys"),
+        (torch.zeros(4).numpy(), r"; torch\.from_numpy\(\) of it is one in its memory"),
+        (ts.TensorSlice((0,), (1,), (4,)), "; give tensor_slice_spec="),
+    ]:
+        with pytest.raises(ts.LayoutMismatchError, match=f"not a tensor{instead}$"):
             await ts.get("t", wrong)
 
 

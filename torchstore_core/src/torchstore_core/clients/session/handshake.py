@@ -22,6 +22,7 @@ from torchstore_core.errors import (
     in_seconds,
 )
 from torchstore_core.machine import topology
+from torchstore_core.machine.directories import CONTROL
 from torchstore_core.machine.sockets.unix import connect, peer, unix_socket
 from torchstore_core.wire import framing
 from torchstore_core.wire import messages as m
@@ -48,6 +49,14 @@ def socket_path(address: str) -> str:
     if scheme != "unix" or not path:
         raise StoreClosedError(f"not a store address: {address!r} (expected unix:/path/to/socket)")
     return path
+
+
+def _if_folder(address: str) -> str:
+    """What to say of an address that leads to the folder of a socket."""
+    folder = os.path.isdir(socket_path(address))
+    return (
+        f"; that is a folder, and the address names the socket in it: {CONTROL!r}" if folder else ""
+    )
 
 
 def client_facts(
@@ -162,7 +171,9 @@ async def _handshake(
                 "started it can connect"
             ) from error
         except OSError as error:
-            raise StoreClosedError(f"no store at {address}: {error}") from error
+            raise StoreClosedError(
+                f"no store at {address}: {error}{_if_folder(address)}"
+            ) from error
         return sock, welcome_in(bodies, address)
 
 

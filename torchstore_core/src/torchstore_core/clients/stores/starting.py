@@ -142,7 +142,9 @@ def check(
     if keeper is not None:
         check_bools(keeper=keeper)
     if type(volumes) is not int or volumes < 1:
-        raise ConfigurationError(f"num_storage_volumes is at least 1, not {volumes!r}")
+        given: object = volumes
+        named = "; a name is given as store_name=" if isinstance(given, str) else ""
+        raise ConfigurationError(f"num_storage_volumes is at least 1, not {volumes!r}{named}")
     check_store_name(store_name)
     nbytes = len(store_name.encode(errors="replace"))
     if nbytes > _LONGEST_NAME:

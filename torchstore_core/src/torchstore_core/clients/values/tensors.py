@@ -338,6 +338,15 @@ def _casts(of: torch.dtype, to: torch.dtype) -> bool:
     return True
 
 
+def _instead_of(destination: object) -> str:
+    """What to give instead of what is no tensor, if that can be told."""
+    if isinstance(destination, TensorSlice):
+        return "; give tensor_slice_spec="
+    if hasattr(destination, "__array_interface__"):
+        return "; torch.from_numpy() of it is one in its memory"
+    return "; get_batch gets several keys" if isinstance(destination, str) else ""
+
+
 def check_destination(
     key: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, *, cast: bool
 ) -> torch.Tensor:
@@ -351,7 +360,9 @@ def check_destination(
     """
     if not isinstance(tensor, torch.Tensor):
         raise LayoutMismatchError(
-            f"{key!r}: the destination is a {type(tensor).__qualname__}, not a tensor", key=key
+            f"{key!r}: the destination is a {type(tensor).__qualname__}, not a tensor"
+            f"{_instead_of(tensor)}",
+            key=key,
         )
     if type(tensor) not in _PLAIN and torch.nn.parameter.is_lazy(tensor):  # it has no shape
         raise _no_destination(key, "an uninitialised (lazy) parameter", "")
