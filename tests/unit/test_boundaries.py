@@ -282,6 +282,21 @@ def test_addresses_of_tensors_are_given_by_one_function() -> None:
     assert set(found) == MAY_ASK_FOR_ADDRESSES, found
 
 
+def test_dictionaries_that_others_change_are_copied_whole() -> None:
+    """``list(d.items())`` makes a tuple for each item, in which the garbage collector may run a
+    finalizer, or another thread, that changes the dictionary: it raises RuntimeError. A copy is
+    made in one step.
+    """
+    found = [
+        where
+        for where, node in nodes(*SOURCES)
+        if isinstance(node, ast.For | ast.comprehension)
+        and ast.unparse(node.iter).startswith("list(")
+        and ast.unparse(node.iter).endswith(".items())")
+    ]
+    assert found == []
+
+
 def test_every_time_out_is_raised_with_details() -> None:
     """Programs read how long it was, and of what; people see no unrounded seconds."""
     raised = {

@@ -142,7 +142,8 @@ def test_many_threads_at_once_and_none_leaves_a_connection(bare: blocking.Client
             thread.start()
         for thread in threads:
             thread.join()
-    assert not errors
+    for error in errors:
+        raise error
     before = loops_and_sockets()
     for _ in range(10):  # threads one after the other: each ends before the next one begins
         thread = threading.Thread(target=work, args=(0,))

@@ -284,7 +284,10 @@ async def _find(store_name: str) -> str | None:
                 return None
             found = msgspec.msgpack.decode(data, type=FoundStore)
             address = await _own_relay(found, controller, volumes)
-    for store_id, (at, _) in list(_volumes.items()):  # a copy, as other threads change it meanwhile
+    for store_id, (
+        at,
+        _,
+    ) in _volumes.copy().items():  # a copy, as other threads change it meanwhile
         if not _is_there(at):
             _volumes.pop(store_id, None)
     _volumes[found.store_id] = address, volumes
@@ -321,7 +324,7 @@ async def _own_relay(found: FoundStore, controller: Any, volumes: dict[str, Any]
 def _known_relay(server: str) -> str:
     """Return the address of this process's relay to that server; empty if there is none."""
     with _lock:
-        for other, (actor, address) in list(_relays.items()):
+        for other, (actor, address) in _relays.copy().items():
             if not _is_there(address):
                 actor.relaying = False
                 del _relays[other]

@@ -78,7 +78,7 @@ class Connection:
             place, keep = fabric.here(devices), fabric.kept()
         except ConfigurationError as error:
             raise TransportUnavailableError(error.message) from error
-        alive = [name for name, one in list(_alive.items()) if not one.is_gone()]
+        alive = [name for name, one in _alive.copy().items() if not one.is_gone()]
         answer = await self._ask(Hello(self.name, alive, place, need))
         welcome = msgspec.msgpack.decode(answer, type=Welcome)
 

@@ -149,7 +149,7 @@ class RdmaServer(TransportServer):
 
     def stuck(self) -> Collection[Hashable]:
         late = time.monotonic() - _LONGEST_S
-        found = [one for one, begun in list(self._closing.items()) if begun < late]
+        found = [one for one, begun in self._closing.copy().items() if begun < late]
         if self._polling is not None and not self._closed and self._polled_at < late:
             found.append(self._polled_at)
         return found

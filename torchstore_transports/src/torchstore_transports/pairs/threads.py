@@ -70,7 +70,7 @@ def in_library(most_s: float) -> Iterator[None]:
 def overdue() -> list[Hashable]:
     """Name the waits inside of libraries that should be over: see ``TransportServer.stuck``."""
     now = time.monotonic()
-    return [(thread, over) for thread, over in list(_running.items()) if 0 < over < now]
+    return [(thread, over) for thread, over in _running.copy().items() if 0 < over < now]
 
 
 def _end_all() -> None:
@@ -83,12 +83,12 @@ def _end_all() -> None:
     """
     if not _running:
         return
-    for owner, end in list(_enders.items()):
+    for owner, end in _enders.copy().items():
         end(owner)
     soon = time.monotonic() + _EXIT_S
     for thread in list(_running):
         thread.join(max(0.0, soon - time.monotonic()))
-    for thread, over in list(_running.items()):
+    for thread, over in _running.copy().items():
         left = over - time.monotonic()
         if left < _ENDING_S:
             thread.join(max(0.0, left) + _EXIT_S)

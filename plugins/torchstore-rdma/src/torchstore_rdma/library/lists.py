@@ -80,7 +80,7 @@ class Lists:
         """Keep no list of local memory near any of these, ``(address, nbytes)``."""
         first = min(address for address, _ in ranges)
         end = max(address + nbytes for address, nbytes in ranges)
-        for key, one in list(self._kept.items()):
+        for key, one in self._kept.copy().items():
             if not key[0] and one.span[0] < end and first < one.span[1]:
                 self._forget(key)
 

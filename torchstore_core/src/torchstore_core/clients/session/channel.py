@@ -559,7 +559,7 @@ class Channel:
         self._timer = None
         now = self.loop.time()
         soonest: float | None = None
-        for request_id, (future, deadline, _) in list(self._pending.items()):
+        for request_id, (future, deadline, _) in self._pending.copy().items():
             if deadline is None or future.done():
                 continue
             if deadline <= now:

@@ -229,7 +229,7 @@ class Holder:
         with self._lock:
             self._connection = connection
             self._unsent.clear()
-            for ident, ref in list(self.live.items()):
+            for ident, ref in self.live.copy().items():
                 self._outbox.append(m.Claim(ident, 0, ref.key, ref.version, ref.timeline))
         self._nudge()
 
@@ -343,7 +343,7 @@ class Holder:
         self.ends_when_unused = False
         self._outbox.append(m.Adopt(0, self._pid))
         self._outbox.extend([ident for ident in lent if ident not in self.live])
-        for ident, ref in list(self.live.items()):
+        for ident, ref in self.live.copy().items():
             if ident not in lent:  # it began in another thread, after all was lent
                 self._outbox.append(m.Claim(ident, 0, ref.key, ref.version, ref.timeline))
         self.flush(_PATIENCE_S)

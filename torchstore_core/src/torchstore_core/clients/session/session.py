@@ -258,7 +258,7 @@ class Session:
         """Forget the channels of loops that are gone, and shut down channels that nothing can use
         any more: not every loop gets closed, and the collector may find it only much later.
         """
-        for number, known in list(self._channels.items()):
+        for number, known in self._channels.copy().items():
             channel = known()
             if channel is None or not channel.usable or channel.unreachable:
                 if self._channels.get(number) is known:  # otherwise a new loop has the same id()

@@ -62,7 +62,7 @@ class Returning:
             for session in self._controller.sessions.values()
             if session.serial in connected
         }
-        for token, opened in list(self._controller.opened.items()):
+        for token, opened in self._controller.opened.copy().items():
             session = self._controller.sessions[token]
             if session.facts.role == m.COPIER_ROLE and opened.pid and _is_there(opened):
                 # It belongs to the server that has died, and does not say what it is copying: that

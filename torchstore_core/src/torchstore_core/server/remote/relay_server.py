@@ -322,7 +322,7 @@ class RelayServer:
         if self._suspended:
             return
         now = self._clock()
-        for token, relay in list(self._relays.items()):
+        for token, relay in self._relays.copy().items():
             silent = now - relay.last_heard
             if silent > part * relay.expire_s:
                 log.warning("the relay on %s is silent: it is given up", relay.topology.hostname)

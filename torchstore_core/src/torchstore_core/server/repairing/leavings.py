@@ -124,7 +124,7 @@ class Leavings:
 
     def volume_lost(self, volume: int) -> None:
         """The memory of a volume is lost, so nothing of it has to be kept."""
-        for number, some in list(self._left.items()):
+        for number, some in self._left.copy().items():
             kept = [left for left in some if left.volume != volume]
             if kept:
                 self._left[number] = kept

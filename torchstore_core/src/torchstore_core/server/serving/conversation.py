@@ -327,7 +327,7 @@ class Conversation:
     def _give_up(self, puts: Iterable[int], leases: Iterable[int]) -> None:
         """Forget delayed requests: their client has given back what they would get."""
         txns, given_back = set(puts), set(leases)
-        for number, (request, _) in list(self._delayed.items()):
+        for number, (request, _) in self._delayed.copy().items():
             if (
                 (request.txn in txns)
                 if isinstance(request, m.Put | m.PutObject)

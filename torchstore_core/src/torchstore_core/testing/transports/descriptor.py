@@ -65,7 +65,7 @@ found = {}
 for path in json.loads(sys.argv[1]):
     importlib.import_module(path)
     top = path.partition(".")[0]
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():
         if name == top or name.startswith(top + "."):
             found[name] = getattr(module, "__file__", None)
 print(json.dumps(found))

@@ -368,7 +368,7 @@ class UnfinishedVersions:
         for key, history in self._catalog.histories.items():
             for branch in (None, *history.branches.values()):
                 there = history if branch is None else branch.history
-                for version, generation in list(there.pending.items()):
+                for version, generation in there.pending.copy().items():
                     if why := reason(generation.stored_values()):
                         freed += there.drop(generation)
                         generation.lost = generation.sequence.lost[version] = why
