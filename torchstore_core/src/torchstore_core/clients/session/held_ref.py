@@ -174,6 +174,8 @@ class HeldRef:
         self.release()
 
     def __del__(self) -> None:
+        if _waiting:
+            _waiting.pop(id(self), None)
         holder = getattr(self, "_holder", None)
         if holder is not None:
             holder.end(self._ident)
@@ -223,7 +225,7 @@ class HeldRef:
         self._ident = 0
         if not self._claim():
             with _lock:
-                _waiting[id(self)] = self
+                _waiting[id(self)] = weakref.ref(self)
 
     def _claim(self) -> bool:
         """Hold what has arrived, if its store can be reached; returns whether it does now."""
@@ -294,7 +296,7 @@ def _received(ref: ObjectRef, place: StorePlace, ticket: int) -> HeldRef:
 
 
 # References whose store could not be reached when they arrived, by id(): equal ones are apart.
-_waiting: weakref.WeakValueDictionary[int, HeldRef] = weakref.WeakValueDictionary()
+_waiting: dict[int, weakref.ref[HeldRef]] = {}
 # Reentrant, because what a finalizer releases may end while this is held.
 _lock = threading.RLock()
 
@@ -304,8 +306,9 @@ def claim_waiting() -> None:
     if not _waiting:
         return
     with _lock:
-        for number, ref in list(_waiting.items()):
-            if ref._claim():
+        for number, found in _waiting.copy().items():
+            ref = found()
+            if ref is not None and ref._claim():
                 _waiting.pop(number, None)
 
 
