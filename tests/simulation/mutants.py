@@ -397,6 +397,20 @@ def _takes_out_what_waits_for_room(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RecordedController, "when_recorded", lambda self, call: False)
 
 
+def _seals_without_a_lease(patch: pytest.MonkeyPatch) -> None:
+    """The memory of what was made in the store counts as leased by nobody once it is put."""
+    seal = Controller.seal
+
+    def unleased(
+        self: Controller, session: SessionRecord, request: m.Seal, body: bytes = b""
+    ) -> list[int]:
+        versions = seal(self, session, request, body)
+        self.release(session, [request.lease], [])
+        return versions
+
+    patch.setattr(Controller, "seal", unleased)
+
+
 #: By what it does wrong.
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "drops a lease one message early": _drops_a_lease_early,
@@ -435,4 +449,5 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "forgets what waits for room in its log": _forgets_what_waits_for_room,
     "answers what its log has no room for": _answers_what_it_cannot_record,
     "takes out of the kernel's buffer what is not in its log": _takes_out_what_waits_for_room,
+    "seals what its client keeps without a lease": _seals_without_a_lease,
 }
