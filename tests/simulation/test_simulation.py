@@ -67,6 +67,7 @@ def test_seeds_that_have_found_something() -> None:
     """What they have found is mended, in the store or in the simulation."""
     look([211071, 244446, 254317, 9035360])
     look([1003009948, 1003015228, 1004043742, 1007019032, 1008011541, 1008020651])
+    look([3000002263])
 
 
 def see(seeds: Iterable[int], *expected: str) -> None:
