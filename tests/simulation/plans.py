@@ -7,16 +7,20 @@ import random
 import msgspec
 from msgspec.structs import replace
 
-__all__ = ["CHOKED", "DRAINED", "KEPT", "ROOMY", "SEALED", "Fault", "Operation", "Plan", "plan_of"]
+__all__ = ["CHOKED", "DRAINED", "KEPT", "ROOMY", "SEALED", "STATE_DICT"]
+__all__ += ["Fault", "Operation", "Plan", "plan_of"]
 
 #: From this seed on, the log of a server cannot grow for a while.
 CHOKED = 1_000_000_000
 #: From this seed on, the volumes of stores that spill are drained.
 DRAINED = 2_000_000_000
-#: From this seed on, values are made in the store and sealed there, in plans of each kind in turn.
+#: From this seed on, values are made in the store and sealed there, and state dicts are held, in
+#: plans of each kind in turn.
 SEALED = 3_000_000_000
 
 KEYS = ("a", "b", "c")
+#: The key of all state dicts.
+STATE_DICT = "dicts"
 _MORE_KEYS = (*KEYS, "d", "e", "f")
 #: So many cache lines that no plan fills them.
 ROOMY = 2000
@@ -205,13 +209,16 @@ def _plan_of(
     clients = pick((2, 2, 3, 4))
     total = pick((12, 20, 30, 45))
     scripts: list[list[Operation]] = [[] for _ in range(clients)]
-    flavour = pick(("keys", "refs") if seals else ("keys", "keys", "dicts", "shards", "refs"))
-    refers = flavour == "refs"
-    plain = refers or flavour == "keys"
+    flavours = (
+        ("keys", "refs", STATE_DICT) if seals else ("keys", "keys", STATE_DICT, "shards", "refs")
+    )
+    flavour = pick(flavours)
+    plain = flavour in ("keys", "refs")
+    refers = flavour == "refs" or (seals and not plain)
     keys = KEYS[: pick((1, 1, 2, 3))] if plain else (flavour,)
     if pages and flavour == "keys":
         keys = _MORE_KEYS
-    make = _references if refers else _keys if plain else _joint
+    make = _keys if flavour == "keys" else _references if plain else _held if refers else _joint
     inline = pick((0.0, 0.3, 0.9))
     relayed = tuple([at for at in range(clients) if chance() < 0.6]) if chance() < 0.2 else ()
     if refers or pages:  # what is under way is lost with a relay, also what it says of references
@@ -401,15 +408,19 @@ def _joint(
     total: int,
     inline: float,
     holds: tuple[int, ...],
+    referring: tuple[str, ...] = (),
 ) -> None:
-    """Rounds in which several participants put versions of one key together, and readers of it."""
+    """Rounds in which several participants put versions of one key together, and readers of it.
+
+    ``referring``: further kinds of operations, about references to these versions.
+    """
     pick, chance = source.choice, source.random
-    dicts = keys[0] == "dicts"
+    dicts = keys[0] == STATE_DICT
     participants = source.randint(1, len(scripts))
     explicit, keep = chance() < 0.3, pick((0, 0, 1, 2))
     partial = pick((0.0, 0.3, 0.6)) if dicts else 0.0
     others = ["fetch" if dicts else "get"] * 4 + pick(([], ["wait", "versions", "exists"]))
-    others += pick(([], [], ["delete"]))
+    others += [*pick(([], [], ["delete"])), *referring]
     number = version = 0
     while number < total:
         version += 1
@@ -440,8 +451,27 @@ def _joint(
         for _ in range(source.randint(0, 3)):
             number += 1
             kind = pick(others)
-            wanted = source.randint(1, 5) if kind == "wait" or chance() < 0.1 else 0
+            # Which versions can be read by their numbers depends on what is held.
+            names_one = kind == "wait" or (chance() < 0.1 and not referring)
+            wanted = source.randint(1, 5) if names_one else 0
             hold, spare = pick(holds), chance() < 0.3
             small = hold != KEPT and chance() < inline
             operation = Operation(number, kind, keys, (), wanted, small, hold, spare)
+            if kind in referring:
+                about = keys if kind == "hold" else ()
+                which, to = int(chance() * 8), int(chance() * len(scripts))
+                operation = replace(operation, keys=about, version=0, which=which, to=to)
             scripts[int(chance() * len(scripts))].append(operation)
+
+
+def _held(
+    source: random.Random,
+    keys: tuple[str, ...],
+    scripts: list[list[Operation]],
+    total: int,
+    inline: float,
+    holds: tuple[int, ...],
+) -> None:
+    """As :func:`_joint`, with references to versions, so that some stay while others go."""
+    kinds = ("hold", "hold", "hold", "read", "read", "read", "drop", "send", "fork", "free")
+    _joint(source, keys, scripts, total, inline, holds, kinds)

@@ -25,6 +25,7 @@ _SHORT_CUTS = {
     "forgets a fork whose child is read first": 82,
     "forgets in a new log what it could not answer yet": 6352,
     "forgets the leases of a lost relay": 462,
+    "forgets who holds a state dict": SEALED + 42,
     "forgets the puts of a session that resumes": 212,
     "forgets the versions of a key that is evicted": 198,
     "forgets what is on its disk when it comes back": 667,

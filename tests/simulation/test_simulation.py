@@ -100,14 +100,15 @@ def test_volumes_that_are_drained() -> None:
 
 
 def test_values_that_are_made_in_the_store() -> None:
-    """And sealed there, with everything else that goes wrong."""
+    """And sealed there, with everything else that goes wrong; and state dicts that are held."""
     see(
         range(SEALED, SEALED + 300),
         *("sealed put: answered", "sealed put: Cancelled", "sealed put: Closed"),
-        *("sealed put: store-full", "sealed put: object-lost", "sealed put: protocol"),
+        *("sealed put: store-full", "sealed put: protocol"),
         *("sealed object: answered", "sealed object: Cancelled", "sealed object: store-full"),
         *("the server was killed", "written", "choked", "died", "child", "read: answered"),
         *("torchstore-spill", "torchstore-unspill", "get: evicted", "a volume was empty"),
+        *("publish: answered", "hold: answered", "hold: partial-put", "read: version-gone"),
     )
 
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from tests.simulation.acting.references import Local
 from tests.simulation.machine.halves import TRANSPORT, Packet
 from tests.simulation.machine.memory import LINE, Holder, Range
-from tests.simulation.plans import KEPT
+from tests.simulation.plans import KEPT, STATE_DICT
 from tests.simulation.promises.violations import Violation
 
 from torchstore_core.values import TensorMeta, TensorSlice
@@ -288,8 +288,12 @@ def get(task: Task) -> Steps:
             name, version, timeline = local.name
             task.call.about = local.name, local.sure
             names = [name]
-            wants = [m.Want(name, version)]
-            request = m.LocateRefs(client.number(), lease, wants, inline, timelines=[timeline])
+            if name == STATE_DICT:
+                what = lease, name, version, None, inline
+                request = m.FetchRef(client.number(), *what, timeline=timeline)
+            else:
+                wants = [m.Want(name, version)]
+                request = m.LocateRefs(client.number(), lease, wants, inline, timelines=[timeline])
         elif operation.kind == "fetch":
             key = operation.keys[0]
             request = m.Fetch(client.number(), lease, key, operation.version, None, inline)
