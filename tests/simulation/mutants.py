@@ -16,7 +16,15 @@ from torchstore_core.server.index.catalog import Catalog
 from torchstore_core.server.index.collective.generations import Generation
 from torchstore_core.server.index.collective.unfinished import UnfinishedVersions
 from torchstore_core.server.index.gone.evictions import Evictions
-from torchstore_core.server.index.records import Manifest, SessionRecord, Txn, Value
+from torchstore_core.server.index.records import (
+    Manifest,
+    SessionRecord,
+    Stored,
+    Txn,
+    Value,
+    retain_version,
+)
+from torchstore_core.server.index.references import holds
 from torchstore_core.server.index.references.holds import Holds
 from torchstore_core.server.index.timelines import Branch, Timelines
 from torchstore_core.server.keeping.log import SPARE, Log
@@ -397,6 +405,30 @@ def _takes_out_what_waits_for_room(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RecordedController, "when_recorded", lambda self, call: False)
 
 
+def _seals_without_a_lease(patch: pytest.MonkeyPatch) -> None:
+    """The memory of what was made in the store counts as leased by nobody once it is put."""
+    seal = Controller.seal
+
+    def unleased(
+        self: Controller, session: SessionRecord, request: m.Seal, body: bytes = b""
+    ) -> list[int]:
+        versions = seal(self, session, request, body)
+        self.release(session, [request.lease], [])
+        return versions
+
+    patch.setattr(Controller, "seal", unleased)
+
+
+def _forgets_who_holds_a_state_dict(patch: pytest.MonkeyPatch) -> None:
+    """A state dict that references hold goes with the next version of its key."""
+
+    def retain(stored: Stored) -> None:
+        if type(stored) is not Manifest:
+            retain_version(stored)
+
+    patch.setattr(holds, "retain_version", retain)
+
+
 #: By what it does wrong.
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "drops a lease one message early": _drops_a_lease_early,
@@ -435,4 +467,6 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "forgets what waits for room in its log": _forgets_what_waits_for_room,
     "answers what its log has no room for": _answers_what_it_cannot_record,
     "takes out of the kernel's buffer what is not in its log": _takes_out_what_waits_for_room,
+    "seals what its client keeps without a lease": _seals_without_a_lease,
+    "forgets who holds a state dict": _forgets_who_holds_a_state_dict,
 }

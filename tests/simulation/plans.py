@@ -7,14 +7,20 @@ import random
 import msgspec
 from msgspec.structs import replace
 
-__all__ = ["CHOKED", "DRAINED", "KEPT", "ROOMY", "Fault", "Operation", "Plan", "plan_of"]
+__all__ = ["CHOKED", "DRAINED", "KEPT", "ROOMY", "SEALED", "STATE_DICT"]
+__all__ += ["Fault", "Operation", "Plan", "plan_of"]
 
 #: From this seed on, the log of a server cannot grow for a while.
 CHOKED = 1_000_000_000
 #: From this seed on, the volumes of stores that spill are drained.
 DRAINED = 2_000_000_000
+#: From this seed on, values are made in the store and sealed there, and state dicts are held, in
+#: plans of each kind in turn.
+SEALED = 3_000_000_000
 
 KEYS = ("a", "b", "c")
+#: The key of all state dicts.
+STATE_DICT = "dicts"
 _MORE_KEYS = (*KEYS, "d", "e", "f")
 #: So many cache lines that no plan fills them.
 ROOMY = 2000
@@ -35,10 +41,11 @@ class Operation(msgspec.Struct, frozen=True, eq=False):
         version: to get, to put, or to wait for; 0: the newest, or the next.
         inline: whether a get wants small values inside the answer.
         hold: how many times a reader looks at what it has got again, before it gives it back; or
-            ``KEPT``, if it never does while its process lives.
+            ``KEPT``, if it never does while its process lives. The same of what is sealed.
         spare: gives back over the liveness connection.
         strict: of a delete.
         fades: what it puts may be evicted.
+        sealed: what it puts is made in the store, see ``messages.Seal``.
         kills: who receives the reference that is sent is killed at that moment.
         names: the entries that a participant puts of a state dict; "all" is one that all put.
         participants: how many of them make a version together.
@@ -64,12 +71,14 @@ class Operation(msgspec.Struct, frozen=True, eq=False):
     to: int = 0
     kills: bool = False
     fades: bool = False
+    sealed: bool = False
 
     def __str__(self) -> str:
         more = f" version {self.version}" if self.version else ""
         more += " partial" if self.partial else ""
         more += f" names={','.join(self.names)} of {self.participants}" if self.names else ""
         more += " evictable" if self.fades else ""
+        more += " made in the store" if self.sealed else ""
         more += f" to client {self.to}" if self.kind == "send" else ""
         sizes = f" lines={list(self.lines)}" if self.lines else ""
         return f"#{self.number} {self.kind} {','.join(self.keys)}{more}{sizes}"
@@ -147,14 +156,31 @@ class Plan(msgspec.Struct, frozen=True):
 def plan_of(source: random.Random, seed: int = 0) -> Plan:
     """What a seed makes happen; the numbers are taken from ``source``."""
     number = _peek(source)
-    plan = _plan_of(source, number, drains=seed >= DRAINED)
-    if (
-        not CHOKED <= seed < DRAINED
-        or plan.relayed
-        or any(fault.kind == "lose" for fault in plan.faults)
-    ):
-        return plan
-    return _with_chokes(plan, random.Random(number + 2))
+    seals = seed >= SEALED
+    kind = (0, CHOKED, DRAINED)[seed % 3] if seals else seed
+    plan = _plan_of(source, number, drains=kind >= DRAINED, seals=seals)
+    loses = any(fault.kind == "lose" for fault in plan.faults)
+    if CHOKED <= kind < DRAINED and not (plan.relayed or loses):
+        plan = _with_chokes(plan, random.Random(number + 2))
+    return _with_seals(plan, random.Random(number + 5)) if seals else plan
+
+
+def _with_seals(plan: Plan, source: random.Random) -> Plan:
+    """Some values are made in the store, by clients that share its memory."""
+    share = source.choice((0.3, 0.7, 1.0))
+    holds = (0, 0, 1, 3) if plan.pages else (0, 0, 1, 3, KEPT)  # which is never spilled
+
+    def may_seal(one: Operation) -> Operation:
+        if one.kind not in ("put", "object") or source.random() > share:
+            return one
+        lines, hold = (one.lines[0] or 1,), source.choice(holds)
+        return replace(one, keys=one.keys[:1], lines=lines, hold=hold, sealed=True)
+
+    scripts = [
+        script if at in plan.relayed else tuple([may_seal(one) for one in script])
+        for at, script in enumerate(plan.scripts)
+    ]
+    return replace(plan, scripts=tuple(scripts), copies=1)
 
 
 def _with_chokes(plan: Plan, source: random.Random) -> Plan:
@@ -171,7 +197,9 @@ def _with_chokes(plan: Plan, source: random.Random) -> Plan:
     return replace(plan, faults=tuple(sorted(faults, key=_after)), kept=True)
 
 
-def _plan_of(source: random.Random, number: int, *, drains: bool = False) -> Plan:
+def _plan_of(
+    source: random.Random, number: int, *, drains: bool = False, seals: bool = False
+) -> Plan:
     # From numbers of their own: so the other plans are what they would be without these.
     own = random.Random(~number)
     pages = own.choice((1, 2, 3, 6, 50)) if own.random() < 0.12 or drains else 0
@@ -181,13 +209,16 @@ def _plan_of(source: random.Random, number: int, *, drains: bool = False) -> Pla
     clients = pick((2, 2, 3, 4))
     total = pick((12, 20, 30, 45))
     scripts: list[list[Operation]] = [[] for _ in range(clients)]
-    flavour = pick(("keys", "keys", "dicts", "shards", "refs"))
-    refers = flavour == "refs"
-    plain = refers or flavour == "keys"
+    flavours = (
+        ("keys", "refs", STATE_DICT) if seals else ("keys", "keys", STATE_DICT, "shards", "refs")
+    )
+    flavour = pick(flavours)
+    plain = flavour in ("keys", "refs")
+    refers = flavour == "refs" or (seals and not plain)
     keys = KEYS[: pick((1, 1, 2, 3))] if plain else (flavour,)
     if pages and flavour == "keys":
         keys = _MORE_KEYS
-    make = _references if refers else _keys if plain else _joint
+    make = _keys if flavour == "keys" else _references if plain else _held if refers else _joint
     inline = pick((0.0, 0.3, 0.9))
     relayed = tuple([at for at in range(clients) if chance() < 0.6]) if chance() < 0.2 else ()
     if refers or pages:  # what is under way is lost with a relay, also what it says of references
@@ -377,15 +408,19 @@ def _joint(
     total: int,
     inline: float,
     holds: tuple[int, ...],
+    referring: tuple[str, ...] = (),
 ) -> None:
-    """Rounds in which several participants put versions of one key together, and readers of it."""
+    """Rounds in which several participants put versions of one key together, and readers of it.
+
+    ``referring``: further kinds of operations, about references to these versions.
+    """
     pick, chance = source.choice, source.random
-    dicts = keys[0] == "dicts"
+    dicts = keys[0] == STATE_DICT
     participants = source.randint(1, len(scripts))
     explicit, keep = chance() < 0.3, pick((0, 0, 1, 2))
     partial = pick((0.0, 0.3, 0.6)) if dicts else 0.0
     others = ["fetch" if dicts else "get"] * 4 + pick(([], ["wait", "versions", "exists"]))
-    others += pick(([], [], ["delete"]))
+    others += [*pick(([], [], ["delete"])), *referring]
     number = version = 0
     while number < total:
         version += 1
@@ -416,8 +451,27 @@ def _joint(
         for _ in range(source.randint(0, 3)):
             number += 1
             kind = pick(others)
-            wanted = source.randint(1, 5) if kind == "wait" or chance() < 0.1 else 0
+            # Which versions can be read by their numbers depends on what is held.
+            names_one = kind == "wait" or (chance() < 0.1 and not referring)
+            wanted = source.randint(1, 5) if names_one else 0
             hold, spare = pick(holds), chance() < 0.3
             small = hold != KEPT and chance() < inline
             operation = Operation(number, kind, keys, (), wanted, small, hold, spare)
+            if kind in referring:
+                about = keys if kind == "hold" else ()
+                which, to = int(chance() * 8), int(chance() * len(scripts))
+                operation = replace(operation, keys=about, version=0, which=which, to=to)
             scripts[int(chance() * len(scripts))].append(operation)
+
+
+def _held(
+    source: random.Random,
+    keys: tuple[str, ...],
+    scripts: list[list[Operation]],
+    total: int,
+    inline: float,
+    holds: tuple[int, ...],
+) -> None:
+    """As :func:`_joint`, with references to versions, so that some stay while others go."""
+    kinds = ("hold", "hold", "hold", "read", "read", "read", "drop", "send", "fork", "free")
+    _joint(source, keys, scripts, total, inline, holds, kinds)

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 from tests.simulation.mutants import MUTANTS
-from tests.simulation.plans import CHOKED
+from tests.simulation.plans import CHOKED, SEALED
 from tests.simulation.shrinking import Finding, find, told
 
 _MOST_SEEDS = 10_000
@@ -25,6 +25,7 @@ _SHORT_CUTS = {
     "forgets a fork whose child is read first": 82,
     "forgets in a new log what it could not answer yet": 6352,
     "forgets the leases of a lost relay": 462,
+    "forgets who holds a state dict": SEALED + 42,
     "forgets the puts of a session that resumes": 212,
     "forgets the versions of a key that is evicted": 198,
     "forgets what is on its disk when it comes back": 667,
@@ -39,6 +40,7 @@ _SHORT_CUTS = {
     "ignores what a dead process has received": 1100,
     "keeps no reference in flight when its sender is gone": 3881,
     "reads a version that has the number of one that is gone": 5769,
+    "seals what its client keeps without a lease": SEALED + 39,
     "settles a partial version before its base": 2755,
     "takes out of the kernel's buffer what is not in its log": CHOKED + 1426,
     "tells late what is free at a URL": 101019,
@@ -75,7 +77,7 @@ def test_a_mutant_is_found_and_told_in_short(mutant: str) -> None:
 def first(mutant: str) -> Finding | None:
     """The first finding."""
     likely = _SHORT_CUTS.get(mutant, 0)
-    begin = CHOKED if likely >= CHOKED else 0  # seeds of another kind
+    begin = max(kind for kind in (0, CHOKED, SEALED) if kind <= likely)  # seeds of the same kind
     seeds = itertools.chain([likely], range(begin, begin + _MOST_SEEDS))
     return next((found for seed in seeds if (found := find(seed)) is not None), None)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from functools import partial
 
 import pytest
-from tests.simulation.plans import CHOKED, DRAINED
+from tests.simulation.plans import CHOKED, DRAINED, SEALED
 from tests.simulation.shrinking import find, told
 from tests.simulation.world import World, run_seed
 
@@ -41,6 +41,8 @@ def count(seen: Counter[str], world: World) -> None:
         kind = call.operation.kind
         seen[f"{kind}: {call.code or ('answered' if call.known else 'unknown')}"] += 1
         seen["an answer that nobody heard"] += call.known and call.ended is None
+        if call.operation.sealed:
+            seen[f"sealed {kind}: {call.code or 'answered'}"] += call.known
 
 
 @pytest.fixture
@@ -65,6 +67,7 @@ def test_seeds_that_have_found_something() -> None:
     """What they have found is mended, in the store or in the simulation."""
     look([211071, 244446, 254317, 9035360])
     look([1003009948, 1003015228, 1004043742, 1007019032, 1008011541, 1008020651])
+    look([3000002263])
 
 
 def see(seeds: Iterable[int], *expected: str) -> None:
@@ -96,6 +99,19 @@ def test_volumes_that_are_drained() -> None:
     )
 
 
+def test_values_that_are_made_in_the_store() -> None:
+    """And sealed there, with everything else that goes wrong; and state dicts that are held."""
+    see(
+        range(SEALED, SEALED + 300),
+        *("sealed put: answered", "sealed put: Cancelled", "sealed put: Closed"),
+        *("sealed put: store-full", "sealed put: protocol"),
+        *("sealed object: answered", "sealed object: Cancelled", "sealed object: store-full"),
+        *("the server was killed", "written", "choked", "died", "child", "read: answered"),
+        *("torchstore-spill", "torchstore-unspill", "get: evicted", "a volume was empty"),
+        *("publish: answered", "hold: answered", "hold: partial-put", "read: version-gone"),
+    )
+
+
 @pytest.mark.soak
 def test_many_seeds() -> None:
     look(range(2000, 100_000))
@@ -109,6 +125,11 @@ def test_many_logs_that_cannot_grow() -> None:
 @pytest.mark.soak
 def test_many_volumes_that_are_drained() -> None:
     look(range(DRAINED + 200, DRAINED + 20_000))
+
+
+@pytest.mark.soak
+def test_many_values_that_are_made_in_the_store() -> None:
+    look(range(SEALED + 300, SEALED + 20_000))
 
 
 def digests(hash_seed: int, seeds: int) -> list[str]:

@@ -24,7 +24,7 @@ from tests.simulation.machine.processes import Processes
 from tests.simulation.machine.relays import Uplink
 from tests.simulation.machine.scheduling import Action, Name, Schedule
 from tests.simulation.machine.servers import here, running
-from tests.simulation.plans import Fault, Operation, Plan, plan_of
+from tests.simulation.plans import STATE_DICT, Fault, Operation, Plan, plan_of
 from tests.simulation.promises.accounts import Accounts
 from tests.simulation.promises.checking import check
 from tests.simulation.promises.histories import History
@@ -197,12 +197,12 @@ class World:
         self.tell("all is quiet; somebody looks at what there is")
         looks: list[Operation] = []
         for key in self.plan.keys:
-            get = "fetch" if key == "dicts" else "get"
+            get = "fetch" if key == STATE_DICT else "get"
             looks.append(Operation(_AUDIT + len(looks), get, (key,)))
             looks.append(Operation(_AUDIT + len(looks), "versions", (key,)))
             for _ in range(3):
                 looks.append(Operation(_AUDIT + len(looks), "put", (key,), (2,)))
-            last = "exists" if key == "dicts" else "get"
+            last = "exists" if key == STATE_DICT else "get"
             looks.append(Operation(_AUDIT + len(looks), last, (key,)))
         auditor = Client(self, len(self.clients), tuple(looks))
         auditor.begin()

@@ -8,10 +8,11 @@ import struct
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
 from tests.simulation.acting.references import Local
 from tests.simulation.machine.halves import TRANSPORT, Packet
 from tests.simulation.machine.memory import LINE, Holder, Range
-from tests.simulation.plans import KEPT
+from tests.simulation.plans import KEPT, STATE_DICT
 from tests.simulation.promises.violations import Violation
 
 from torchstore_core.values import TensorMeta, TensorSlice
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from tests.simulation.acting.clients import Task
 
 __all__ = ["SMALL", "WORD", "Cancelled", "Closed", "Steps", "ask", "chosen", "get", "mark"]
-__all__ += ["marked", "publish", "put", "putting", "shard"]
+__all__ += ["marked", "publish", "put", "putting", "sealing", "shard"]
 
 Steps = Generator[m.Message | Packet | None, Any, None]
 
@@ -67,7 +68,10 @@ def put(task: Task) -> Steps:
         )
         if lines:
             values.append(data)
-    yield from putting(task, items, values, operation.version, None)
+    if operation.sealed:
+        yield from sealing(task, items[0], values[0])
+    else:
+        yield from putting(task, items, values, operation.version, None)
 
 
 def publish(task: Task) -> Steps:
@@ -158,6 +162,60 @@ def putting(
         unfinished.discard(txn)
 
 
+def sealing(task: Task, item: m.PutItem, value: bytes, hold: int = 0) -> Steps:
+    """Make a value in the store, and put it without a copy: its client keeps it for as long as the
+    operation says.
+
+    ``hold``: as for :func:`putting`.
+    """
+    client, operation, owners = task.client, task.operation, task.world.owners
+    txn, lease = client.number(), client.number()
+    holder = ("put", client.index, client.life, txn)
+    client.unfinished.add(txn)
+    is_kept = False
+    try:
+        unnamed = replace(item, key=f"{m.HIDDEN}made-{client.index}-{client.life}-{txn}")
+        reply = yield m.Put(client.number(), txn, [unnamed])
+        if type(reply) is not m.Granted:
+            task.conclude(reply)
+            return
+        (grant,) = reply.grants
+        ranges = [(grant.volume, grant.offset, grant.offset + len(value))]
+        owners.writers[holder] = ranges
+        yield from _write(task, holder, grant, value)
+        # From now on, what it writes goes to pages of its own; it reads the others.
+        owners.readers[holder] = owners.writers.pop(holder)
+        client.leases[lease] = None
+        task.call.sent = True
+        fades = m.EVICTABLE if operation.fades else 0
+        reply = yield m.Seal(client.number(), txn, item.key, lease, hold, "", fades)
+        task.conclude(reply)
+        client.unfinished.discard(txn)
+        if type(reply) is m.Failure:
+            _give_up_sealing(task, holder, txn, lease)
+            return
+        is_kept = yield from _look(task, ranges)
+        if not is_kept:
+            del owners.readers[holder]
+            task.liveness.send(m.Release([lease]))
+    except (Cancelled, Closed) as error:
+        task.give_up(error)
+        _give_up_sealing(task, holder, txn, lease)
+    finally:
+        client.unfinished.discard(txn)
+        if not is_kept:
+            client.leases.pop(lease, None)
+
+
+def _give_up_sealing(task: Task, holder: Holder, txn: int, lease: int) -> None:
+    """Its bytes are in memory of its client's own now."""
+    task.world.owners.writers.pop(holder, None)
+    task.world.owners.readers.pop(holder, None)
+    via = task.liveness if task.connection.closed or task.operation.spare else task.connection
+    via.send(m.Abort([txn]))
+    task.liveness.send(m.Release([lease]))
+
+
 def _write(task: Task, holder: Holder, grant: m.Grant, value: bytes) -> Steps:
     """Write a value through a window, in pieces."""
     for start in range(0, len(value), 2 * LINE):
@@ -230,8 +288,12 @@ def get(task: Task) -> Steps:
             name, version, timeline = local.name
             task.call.about = local.name, local.sure
             names = [name]
-            wants = [m.Want(name, version)]
-            request = m.LocateRefs(client.number(), lease, wants, inline, timelines=[timeline])
+            if name == STATE_DICT:
+                what = lease, name, version, None, inline
+                request = m.FetchRef(client.number(), *what, timeline=timeline)
+            else:
+                wants = [m.Want(name, version)]
+                request = m.LocateRefs(client.number(), lease, wants, inline, timelines=[timeline])
         elif operation.kind == "fetch":
             key = operation.keys[0]
             request = m.Fetch(client.number(), lease, key, operation.version, None, inline)
@@ -272,16 +334,9 @@ def get(task: Task) -> Steps:
         task.call.returned((version, found), task.world.step)
         if not reply.leased:
             return
-        seen = [owners.read(volume, start, end - start) for volume, start, end in ranges]
-        if operation.hold == KEPT:
-            client.kept.append((ranges, seen))
-            is_kept = True
+        is_kept = yield from _look(task, ranges)
+        if is_kept:
             return
-        for _ in range(operation.hold):
-            yield None
-            again = [owners.read(volume, start, end - start) for volume, start, end in ranges]
-            if again != seen:
-                raise Violation("lease", f"what {operation} reads has changed under its lease")
         via = task.liveness if operation.spare or task.connection.closed else task.connection
         if operation.hold % 2 == 0:
             del owners.readers[holder]
@@ -303,6 +358,21 @@ def get(task: Task) -> Steps:
             leases.pop(lease, None)
         if local is not None:
             local.users -= 1
+
+
+def _look(task: Task, ranges: list[Range]) -> Generator[m.Message | Packet | None, Any, bool]:
+    """Look at memory that is leased, for as long as the operation says; whether for ever."""
+    client, operation, owners = task.client, task.operation, task.world.owners
+    seen = [owners.read(volume, start, end - start) for volume, start, end in ranges]
+    if operation.hold == KEPT:
+        client.kept.append((ranges, seen))
+        return True
+    for _ in range(operation.hold):
+        yield None
+        again = [owners.read(volume, start, end - start) for volume, start, end in ranges]
+        if again != seen:
+            raise Violation("lease", f"what {operation} reads has changed under its lease")
+    return False
 
 
 def _pieces(entry: m.Entry) -> list[tuple[str, int, bytes | None, m.Grant | None]]:

@@ -19,6 +19,7 @@ from tests.simulation.acting.operations import (
     publish,
     put,
     putting,
+    sealing,
     shard,
 )
 from tests.simulation.acting.references import Local
@@ -46,7 +47,10 @@ def _object(task: Task) -> Steps:
     meta = TensorMeta("uint8", (nbytes,))
     item = m.PutItem("", meta, nbytes, None if lines else data)
     hold = task.client.number()
-    yield from putting(task, [item], [data] if lines else [], 0, None, hold)
+    if operation.sealed:
+        yield from sealing(task, item, data, hold)
+    else:
+        yield from putting(task, [item], [data] if lines else [], 0, None, hold)
     _begins(task, hold, ("", 0))
 
 

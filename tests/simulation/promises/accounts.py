@@ -25,6 +25,7 @@ __all__ = ["Accounts"]
 
 # What may change of a value: all of its fields.
 _Facts = tuple[Any, ...]
+_PLAIN = frozenset((Value,))
 
 # This runs so often that it is written for speed: without comprehensions, which are calls, and all
 # fields of a struct are found four times as fast as six of them.
@@ -74,7 +75,8 @@ class Accounts:
             said += volume.inline, volume.leased, volume.unfinished, volume.lost, allocator.used
             free.append(allocator._by_start.copy())
         facts = [*map(astuple, there)]
-        left = controller.repairs.leavings.all
+        leavings = controller.repairs.leavings
+        left = leavings.all if leavings._left else ()
         now = count, there, facts, unfinished, said, free, spilled, left
         if now != self._right:
             values = dict(zip(there, facts, strict=True))  # each once
@@ -108,6 +110,8 @@ def _in_catalog(catalog: Catalog) -> list[Value]:
                     values += contribution.values
     if catalog.held:
         whole += [held.stored for held in catalog.held.values()]
+    if set(map(type, whole)) <= _PLAIN:
+        return [*whole, *values]  # type: ignore[list-item]
     for stored in whole:
         if type(stored) is Value:
             values.append(stored)

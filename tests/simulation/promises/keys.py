@@ -7,7 +7,7 @@ from collections.abc import Collection
 from tests.simulation.acting.operations import mark
 from tests.simulation.promises.histories import Call
 
-__all__ = ["Joint", "Key"]
+__all__ = ["Content", "Joint", "Key"]
 
 #: What each piece of a version may be.
 Content = dict[str, set[bytes]]

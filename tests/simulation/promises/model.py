@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from tests.simulation.acting.operations import mark
 from tests.simulation.promises.histories import Call, plain
-from tests.simulation.promises.keys import Joint, Key
+from tests.simulation.promises.keys import Content, Joint, Key
 
 __all__ = ["Model"]
 
@@ -48,7 +48,7 @@ class Model:
         self._rewound = frozenset(rewound)
         self._lost = lost
         self._freed = freed
-        self._named: dict[tuple[str, int, int], set[bytes]] = {}  # what references name
+        self._named: dict[tuple[str, int, int], Content] = {}  # what references name
         self._keys: dict[str, Key] = {}
         self._puts = puts
         self._exact = exact
@@ -183,8 +183,15 @@ class Model:
         content = key.contents.get(version)
         if content is None:
             return f"it reads version {version} of {name!r}, which should be gone"
+        return self._matches(name, version, content, pieces)
+
+    def _matches(
+        self, name: str, version: int, content: Content, pieces: list[tuple[str, int, bytes]]
+    ) -> str:
+        """What is read is what a version of a key is."""
         found = {piece for piece, _, _ in pieces}
-        if found != content.keys() and (key.exact or not found <= content.keys()):
+        exact = not name or self.key(name).exact
+        if found != content.keys() and (exact or not found <= content.keys()):
             return f"it reads {sorted(found)} of {name!r}, which is {sorted(content)}"
         for piece, _, got in pieces:
             if got not in content[piece]:
@@ -210,12 +217,13 @@ class Model:
     def _object(self, call: Call) -> str:
         if call.code:
             return f"a put fails: {call.code}"
-        return self._names(("", call.result[0], 0), {mark(call.operation.number)})
+        return self._names(("", call.result[0], 0), {"": {mark(call.operation.number)}})
 
-    def _names(self, name: tuple[str, int, int], marks: set[bytes]) -> str:
+    def _names(self, name: tuple[str, int, int], content: Content) -> str:
         """A reference names this."""
-        if self._named.setdefault(name, marks) != marks:
-            return f"{name} names {plain(self._named[name])}, and now {plain(marks)}"
+        if self._named.setdefault(name, content) != content:
+            before, now = (plain(list(c.values())) for c in (self._named[name], content))
+            return f"{name} names {before}, and now {now}"
         return ""
 
     def _hold(self, call: Call) -> str:
@@ -226,7 +234,7 @@ class Model:
             return "" if missing and key.vanish() else "the key is there"
         if wrong := self._sees(name, key, call.result[0]):
             return wrong
-        return self._names(call.about[0], key.contents[key.newest][""]) if call.about else ""
+        return self._names(call.about[0], key.contents[key.newest]) if call.about else ""
 
     def _read_ref(self, call: Call) -> str:
         if call.about is None:
@@ -236,11 +244,12 @@ class Model:
             gone = call.code in ("version-gone", "key-not-found")
             excused = not sure or (name, version, timeline) in self._freed
             return "" if gone and excused else f"what is referred to cannot be read: {call.code}"
-        _, ((_, seen, got),) = call.result
-        put = self._named[name, version, timeline]
-        if seen != version or got not in put:
-            return f"it reads {plain(got)} as version {seen}, not {plain(put)} as {version}"
-        return ""
+        _, pieces = call.result
+        seen = {v for _, v, _ in pieces}
+        if seen != {version}:
+            return f"it reads versions {sorted(seen)}, not {version}"
+        own = [(piece.removeprefix(name), v, got) for piece, v, got in pieces]
+        return self._matches(name, version, self._named[name, version, timeline], own)
 
     # ---- the rest -------------------------------------------------------------------------
 

@@ -186,6 +186,15 @@ def test_what_can_be_refused_changes_nothing(store: Store) -> None:
     store.check()
 
 
+def test_a_put_is_refused_again_if_the_log_lacks_where_it_goes() -> None:
+    """Also if that was the last thing that the life before has done."""
+    with volumes(16 << 20, 16 << 20) as records:
+        store = Store(records)
+        with no_longer_files():
+            store.fill_the_log()
+        store.check()
+
+
 def test_what_waits_is_done_in_order_when_there_is_room(store: Store) -> None:
     controller = store.controller
     controller.commit(store.session, store.begin_put("placed"))

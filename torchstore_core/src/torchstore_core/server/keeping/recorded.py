@@ -263,9 +263,9 @@ class RecordedController(Controller):
         being of another version of its package, or not as pure as it should be, and values would
         be looked for where they are not.
         """
-        if self._records is not None and self._records.peek() is not None:
+        if self._records is not None:
             body = self._next_body(_PLACED, take=True)
-            if body is None:
+            if body is None:  # it was refused; or the life before has ended just here
                 raise StoreFullError("the server's log had no room for where this put goes")
             answer: Assigned | m.Failure = _decode_placed(body)
             if isinstance(answer, m.Failure):
