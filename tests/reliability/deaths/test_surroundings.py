@@ -237,6 +237,26 @@ async def test_a_frozen_program_is_not_started_again_as_a_server(
     await ts.shutdown("frozen")
 
 
+async def test_a_path_of_thousands_of_folders_fits(monkeypatch: pytest.MonkeyPatch):
+    """As of programs that are built by Bazel: no argument of a command may be so long."""
+    many = [f"/missing/{number:0>99}" for number in range(1500)]
+    monkeypatch.setattr(sys, "path", [*sys.path, *many])
+    async with running_store() as client:
+        await client.put("a", torch.arange(MB))
+        assert (await client.explain(MB))[0]["chosen"] == "shm"
+
+
+async def test_what_a_site_prints_is_not_the_word_of_the_server(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Every Python of that site prints it first."""
+    (tmp_path / "sitecustomize.py").write_text("print('Welcome!')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    async with running_store() as client:
+        await client.put("a", 1)
+        assert await client.get("a") == 1
+
+
 async def test_an_executable_that_is_no_python_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sys.executable", "/bin/true")
     with pytest.raises(ts.StoreClosedError, match=r"run by sys\.executable, /bin/true"):
