@@ -41,7 +41,7 @@ class PrivateDirectory:
     def __init__(self, given: str | None = None) -> None:
         self._own = given is None
         if given is not None:
-            self.path = Path(given)
+            self.path = Path(given).absolute()
             return
         base = runtime_directory()
         remove_stale(base)
@@ -112,11 +112,12 @@ def _explained() -> Iterator[None]:
 
 
 def _made_directory() -> Path:
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    if base and os.path.isdir(base) and os.access(base, os.W_OK):
+    # Relative ones, which the standard says to ignore, would lead each process somewhere else.
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    if os.path.isabs(base) and os.path.isdir(base) and os.access(base, os.W_OK):
         path = Path(base) / "torchstore"
     else:
-        path = Path(tempfile.gettempdir()) / f"torchstore-{os.getuid()}"
+        path = Path(tempfile.gettempdir()).absolute() / f"torchstore-{os.getuid()}"
     if len(os.fsencode(path)) > 70:  # a Unix socket's path has at most 107 bytes
         path = Path("/tmp") / f"torchstore-{os.getuid()}"  # noqa: S108 - checked just below
     try:
@@ -147,7 +148,7 @@ def remove_stale(base: Path) -> None:
     for path in base.iterdir():
         control = path / CONTROL
         try:
-            age = time.time() - control.stat().st_mtime
+            age = _age(control)
         except OSError:  # there is none; what lies here may also be no directory at all
             _remove_empty(path)
             continue
@@ -158,8 +159,15 @@ def remove_stale(base: Path) -> None:
 
 def _remove_empty(path: Path) -> None:
     with contextlib.suppress(OSError):  # it is not empty, or gone
-        if time.time() - path.stat().st_mtime >= _EMPTY_FOR_S:
+        if _age(path) >= _EMPTY_FOR_S:
             path.rmdir()
+
+
+def _age(path: Path) -> float:
+    """For how many seconds a file has been as it is; if the clock was set back since, for how many
+    it was, or it would count as new until the clock has come that far again.
+    """
+    return abs(time.time() - path.stat().st_mtime)
 
 
 def is_abandoned(path: str | Path) -> bool:
