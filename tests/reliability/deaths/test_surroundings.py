@@ -15,7 +15,7 @@ import torch
 from tests.processes import Script, run_script
 from tests.reliability import children
 from tests.reliability.harness import MB, Child, directory_of, is_running
-from tests.support import running_store, until
+from tests.support import disk_of, running_store, until
 
 import torchstore_core as ts
 
@@ -91,6 +91,31 @@ async def test_a_directory_of_sockets_that_somebody_has_removed_is_made_again(
             assert torch.equal(await other.get("w"), value)
             await ts.shutdown("other")
         assert os.listdir(f"{base}/after/torchstore") == []
+
+
+async def test_a_disk_without_room_for_a_socket_is_named(monkeypatch: pytest.MonkeyPatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as base, disk_of(Path(base) / "run", MB) as run:
+        # It has room for itself and for two directories.
+        subprocess.run(["mount", "-o", "remount,nr_inodes=3", str(run)], check=True)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(run))
+        with pytest.raises(ts.ConfigurationError, match=rf"No space left.*{run}/.*or TMPDIR"):
+            await ts.initialize(capacity=MB, prefault=0)
+        assert list(run.glob("torchstore/*")) == []
+
+
+async def test_a_limit_of_the_size_of_files_is_named():
+    """It counts for memory that is shared, too."""
+    await run_script("""
+    import resource, signal
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    try:
+        await ts.initialize(capacity=64 << 20, prefault=0)
+    except ts.StoreFullError as error:
+        assert "ulimit -f" in str(error)
+    else:
+        raise AssertionError
+    """)
 
 
 # Lets a system call fail with an errno (seccomp), in this process and all that it starts.

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchstore_core.errors import ConfigurationError
+from torchstore_core.machine.sockets.unix import OUT_OF_DESCRIPTORS
 
 #: Types of file systems that keep their files in memory.
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
@@ -45,7 +46,7 @@ class PrivateDirectory:
             return
         base = runtime_directory()
         remove_stale(base)
-        with _explained():
+        with explained():
             self.path = Path(tempfile.mkdtemp(dir=base))
             self.path.chmod(_PRIVATE)  # whatever the umask is
 
@@ -90,7 +91,7 @@ def runtime_directory() -> Path:
         ConfigurationError: it belongs to another user, other users have access to it, or it cannot
             be made.
     """
-    with _explained():
+    with explained():
         path = _made_directory()
         info = path.lstat()
     if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077 or path.is_symlink():
@@ -101,10 +102,18 @@ def runtime_directory() -> Path:
 
 
 @contextlib.contextmanager
-def _explained() -> Iterator[None]:
+def explained() -> Iterator[None]:
+    """Say what to do if the block cannot make the place for a socket, or the socket.
+
+    Raises:
+        ConfigurationError: there is no room, or no right to, for example.
+        OSError: there is no file descriptor left.
+    """
     try:
         yield
     except OSError as error:
+        if error.errno in OUT_OF_DESCRIPTORS:
+            raise
         raise ConfigurationError(
             f"there is no place for the sockets of stores: {error}. Set XDG_RUNTIME_DIR or TMPDIR "
             "to a directory where this process may make another one"
