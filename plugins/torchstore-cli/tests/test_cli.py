@@ -672,7 +672,7 @@ async def test_serve_for_people():
 
 async def test_serve_in_a_directory(runtime_directory: Path):
     new = runtime_directory.parent / "new"
-    with serving("--directory", str(new)) as (process, ready):
+    with serving("--directory", os.path.relpath(new)) as (process, ready):
         assert ready["address"] == f"unix:{new}/control.sock"
         assert new.stat().st_mode & 0o777 == 0o700
         error = await fails("configuration", "serve", "--directory", str(new))

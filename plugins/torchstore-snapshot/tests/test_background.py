@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from itertools import pairwise
 from pathlib import Path
 
@@ -192,6 +193,18 @@ def test_a_writer_that_dies(tmp_path: Path) -> None:
     again = Snapshot.async_take(tmp_path / "s", {"m": state(3)}, overwrite=True, fsync=False)
     assert holds(again.wait(300), state(3))
     assert process.the_writer().pid != writer.pid
+
+
+def test_a_default_time_out_of_sockets_is_none_of_the_writer(tmp_path: Path) -> None:
+    """When the program had asked for nothing for so long, it never heard of its takes again."""
+    process.the_writer().close()
+    socket.setdefaulttimeout(1e-3)  # it takes longer to start
+    try:
+        process.the_writer()
+    finally:
+        socket.setdefaulttimeout(None)
+    pending = Snapshot.async_take(tmp_path / "s", {"m": state(1)}, fsync=False)
+    assert holds(pending.wait(60), state(1))
 
 
 async def test_the_store_of_the_process_is_used(store: ts.Client, tmp_path: Path) -> None:

@@ -111,6 +111,9 @@ def test_bars_appear_on_terminals_only(
 ) -> None:
     state = {"m": StateDict(a=torch.ones(1000))}
     Snapshot.take(tmp_path / "t", state, fsync=False, progress=True)
+    with monkeypatch.context() as without:
+        without.setattr(sys, "stderr", None)  # a daemon has none
+        Snapshot.take(tmp_path / "w", state, fsync=False, progress=True)
     assert capfd.readouterr() == ("", "")
     ours, its = pty.openpty()
     monkeypatch.setenv("TERM", "xterm")

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from tests.processes import run_script
 from tests.reliability import children
 from tests.reliability.harness import (
     MB,
@@ -77,6 +78,35 @@ async def test_a_call_that_finds_the_server_gone_is_all_that_fails(name: str):
             await CALLS[name]()
         gc.collect()
         assert reported == []
+
+
+async def test_a_program_is_not_ended_by_sigpipe():
+    """Those that write into pipes bring back what it does by default."""
+    await run_script("""
+    import contextlib, signal, socket
+    from torchstore_core.clients.session.channel import Channel
+    from torchstore_core.wire import messages as m
+    from torchstore_snapshot.background import messages
+    from torchstore_transports.tcp.wire.connection import Connection
+
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours.dup(), asyncio.get_running_loop(), "gone")
+    theirs.close()
+    for send in (
+        lambda: channel.send(m.Cancel(1)),
+        lambda: messages.send(ours, messages.Finish(1)),
+    ):
+        with contextlib.suppress(ts.StoreClosedError, BrokenPipeError):
+            send()
+            raise AssertionError
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connection = Connection(socket.create_connection(server.getsockname()))
+        server.accept()[0].close()
+    with contextlib.suppress(ConnectionError):
+        while True:
+            connection.send([memoryview(b"head")])
+    """)
 
 
 @pytest.mark.quick

@@ -15,7 +15,7 @@ import torch
 from tests.processes import Script, run_script
 from tests.reliability import children
 from tests.reliability.harness import MB, Child, directory_of, is_running
-from tests.support import running_store, until
+from tests.support import disk_of, running_store, until
 
 import torchstore_core as ts
 
@@ -91,6 +91,31 @@ async def test_a_directory_of_sockets_that_somebody_has_removed_is_made_again(
             assert torch.equal(await other.get("w"), value)
             await ts.shutdown("other")
         assert os.listdir(f"{base}/after/torchstore") == []
+
+
+async def test_a_disk_without_room_for_a_socket_is_named(monkeypatch: pytest.MonkeyPatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as base, disk_of(Path(base) / "run", MB) as run:
+        # It has room for itself and for two directories.
+        subprocess.run(["mount", "-o", "remount,nr_inodes=3", str(run)], check=True)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(run))
+        with pytest.raises(ts.ConfigurationError, match=rf"No space left.*{run}/.*or TMPDIR"):
+            await ts.initialize(capacity=MB, prefault=0)
+        assert list(run.glob("torchstore/*")) == []
+
+
+async def test_a_limit_of_the_size_of_files_is_named():
+    """It counts for memory that is shared, too."""
+    await run_script("""
+    import resource, signal
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    try:
+        await ts.initialize(capacity=64 << 20, prefault=0)
+    except ts.StoreFullError as error:
+        assert "ulimit -f" in str(error)
+    else:
+        raise AssertionError
+    """)
 
 
 # Lets a system call fail with an errno (seccomp), in this process and all that it starts.
@@ -235,6 +260,26 @@ async def test_a_frozen_program_is_not_started_again_as_a_server(
     monkeypatch.setattr("sys.executable", python)  # as the error says
     await ts.initialize(store_name="frozen", capacity=MB, prefault=0)
     await ts.shutdown("frozen")
+
+
+async def test_a_path_of_thousands_of_folders_fits(monkeypatch: pytest.MonkeyPatch):
+    """As of programs that are built by Bazel: no argument of a command may be so long."""
+    many = [f"/missing/{number:0>99}" for number in range(1500)]
+    monkeypatch.setattr(sys, "path", [*sys.path, *many])
+    async with running_store() as client:
+        await client.put("a", torch.arange(MB))
+        assert (await client.explain(MB))[0]["chosen"] == "shm"
+
+
+async def test_what_a_site_prints_is_not_the_word_of_the_server(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Every Python of that site prints it first."""
+    (tmp_path / "sitecustomize.py").write_text("print('Welcome!')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    async with running_store() as client:
+        await client.put("a", 1)
+        assert await client.get("a") == 1
 
 
 async def test_an_executable_that_is_no_python_is_named(monkeypatch: pytest.MonkeyPatch):

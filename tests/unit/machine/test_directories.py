@@ -56,13 +56,14 @@ def test_directories_may_vanish_meanwhile(tmp_path: Path) -> None:
 def test_what_a_server_left_that_was_killed_before_it_had_a_socket_is_removed(
     tmp_path: Path,
 ) -> None:
-    long_ago = time.time() - 3600
-    for name in ("left", "begun", "used"):
+    long_ago, set_back = time.time() - 3600, time.time() + 3600
+    for name in ("left", "begun", "used", "left before the clock was set back"):
         (tmp_path / name).mkdir()
     (tmp_path / "used" / "note").touch()
     (tmp_path / "no directory").touch()
     for name in ("left", "used", "no directory"):
         os.utime(tmp_path / name, (long_ago, long_ago))
+    os.utime(tmp_path / "left before the clock was set back", (set_back, set_back))
     remove_stale(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["begun", "no directory", "used"]
 
@@ -77,6 +78,21 @@ def test_a_socket_fits_where_a_character_has_several_bytes(
             assert len(os.fsencode(directory.control)) <= 107
         finally:
             directory.remove()
+
+
+def test_paths_of_sockets_lead_there_from_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir(0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "run")  # by its standard it counts for nothing
+    assert runtime_directory() == Path(tempfile.gettempdir()) / f"torchstore-{os.getuid()}"
+    with tempfile.TemporaryDirectory(prefix="ts-", dir="/tmp") as folder:
+        monkeypatch.delenv("XDG_RUNTIME_DIR")
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(tempfile, "tempdir", ".")
+        assert runtime_directory().parent == Path(folder)
+        assert PrivateDirectory("given").control == f"{folder}/given/control.sock"
 
 
 def test_where_no_directory_can_be_made_another_place_is_asked_for(

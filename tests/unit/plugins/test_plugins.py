@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -23,8 +24,9 @@ from torchstore_core.clients.stores import starting
 from torchstore_core.contracts.observer import Operation
 from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.contracts.transport import TransportSpec
+from torchstore_core.contracts.when_full import check_spill
 from torchstore_core.errors import ConfigurationError, PluginError
-from torchstore_core.plugins.installed import GROUPS, installed
+from torchstore_core.plugins.installed import GROUPS, Inventory, installed
 from torchstore_core.plugins.ranking import Policy
 from torchstore_core.plugins.registry import OWN_NAMES, Registry, _owner, load_class
 
@@ -122,6 +124,29 @@ def test_what_is_installed_is_found(site: Site) -> None:
     assert "quick" in [s.name for s in registry.transports()]
     assert "cluster" in [s.name for s in registry.runtimes()]
     assert registry.errors() == {}
+
+
+def test_the_current_directory_may_be_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a notebook, say, which is on its path as an empty text."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    inventory = Inventory.taken()
+    assert inventory.is_valid_here()
+    assert all(map(os.path.isabs, inventory.path))
+    with pytest.raises(ConfigurationError, match="which somebody has removed"):
+        check_spill("below", None)
+
+
+def test_a_clock_that_was_set_back_does_not_make_every_search_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tomorrow = time.time() + 86400
+    os.utime(tmp_path, (tomorrow, tomorrow))
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert installed() is installed()
 
 
 def test_the_built_ins_come_through_the_same_door() -> None:

@@ -73,10 +73,10 @@ def _directory(name: str | None) -> Iterator[None]:
     if name is None:
         yield
         return
-    path = Path(name)
-    if len(os.fsencode(name)) > _LONGEST_DIRECTORY:
+    path = Path(name).absolute()
+    if len(os.fsencode(path)) > _LONGEST_DIRECTORY:
         raise ConfigurationError(
-            f"{name} is too long for the path of a socket (at most {_LONGEST_DIRECTORY} bytes)"
+            f"{path} is too long for the path of a socket (at most {_LONGEST_DIRECTORY} bytes)"
         )
     made = not path.exists()
     try:

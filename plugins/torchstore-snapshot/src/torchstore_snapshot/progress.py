@@ -56,7 +56,7 @@ def metered(progress: Progress, text: str, total: int) -> Iterator[Advance | Non
     if callable(progress):
         yield _Meter(progress, total).advance
         return
-    if not progress or not sys.stderr.isatty():
+    if not progress or sys.stderr is None or not sys.stderr.isatty():
         yield None
         return
     try:

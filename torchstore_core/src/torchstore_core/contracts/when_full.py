@@ -88,7 +88,13 @@ def check_spill(spill: object, capacity: object) -> str | None:
         if not scheme:
             raise ConfigurationError(f"spill={path!r} is a URL without a protocol")
         return path.rstrip("/") if rest.rstrip("/") else path
-    return os.path.abspath(os.path.expanduser(rest if separator else path))
+    try:
+        return os.path.abspath(os.path.expanduser(rest if separator else path))
+    except FileNotFoundError as error:
+        raise ConfigurationError(
+            f"spill={path!r} is below the current directory, which somebody has removed; give the "
+            "absolute path of a directory"
+        ) from error
 
 
 def is_url(place: str) -> bool:

@@ -163,7 +163,8 @@ def strided(
         return None
     numbers = [to, of, itemsize]
     for extent, to_step, of_step in zip(shape, to_steps, of_steps, strict=True):
-        numbers += (extent, to_step * itemsize, of_step * itemsize)
+        if extent != 1:  # of which there may be more dimensions than memory has addresses for
+            numbers += (extent, to_step * itemsize, of_step * itemsize)
     array_of = array("q", numbers)
     return lambda: copy(array_of)
 

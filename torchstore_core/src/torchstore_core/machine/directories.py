@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchstore_core.errors import ConfigurationError
+from torchstore_core.machine.sockets.unix import OUT_OF_DESCRIPTORS
 
 #: Types of file systems that keep their files in memory.
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
@@ -41,11 +42,11 @@ class PrivateDirectory:
     def __init__(self, given: str | None = None) -> None:
         self._own = given is None
         if given is not None:
-            self.path = Path(given)
+            self.path = Path(given).absolute()
             return
         base = runtime_directory()
         remove_stale(base)
-        with _explained():
+        with explained():
             self.path = Path(tempfile.mkdtemp(dir=base))
             self.path.chmod(_PRIVATE)  # whatever the umask is
 
@@ -90,7 +91,7 @@ def runtime_directory() -> Path:
         ConfigurationError: it belongs to another user, other users have access to it, or it cannot
             be made.
     """
-    with _explained():
+    with explained():
         path = _made_directory()
         info = path.lstat()
     if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077 or path.is_symlink():
@@ -101,10 +102,18 @@ def runtime_directory() -> Path:
 
 
 @contextlib.contextmanager
-def _explained() -> Iterator[None]:
+def explained() -> Iterator[None]:
+    """Say what to do if the block cannot make the place for a socket, or the socket.
+
+    Raises:
+        ConfigurationError: there is no room, or no right to, for example.
+        OSError: there is no file descriptor left.
+    """
     try:
         yield
     except OSError as error:
+        if error.errno in OUT_OF_DESCRIPTORS:
+            raise
         raise ConfigurationError(
             f"there is no place for the sockets of stores: {error}. Set XDG_RUNTIME_DIR or TMPDIR "
             "to a directory where this process may make another one"
@@ -112,11 +121,12 @@ def _explained() -> Iterator[None]:
 
 
 def _made_directory() -> Path:
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    if base and os.path.isdir(base) and os.access(base, os.W_OK):
+    # Relative ones, which the standard says to ignore, would lead each process somewhere else.
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    if os.path.isabs(base) and os.path.isdir(base) and os.access(base, os.W_OK):
         path = Path(base) / "torchstore"
     else:
-        path = Path(tempfile.gettempdir()) / f"torchstore-{os.getuid()}"
+        path = Path(tempfile.gettempdir()).absolute() / f"torchstore-{os.getuid()}"
     if len(os.fsencode(path)) > 70:  # a Unix socket's path has at most 107 bytes
         path = Path("/tmp") / f"torchstore-{os.getuid()}"  # noqa: S108 - checked just below
     try:
@@ -147,7 +157,7 @@ def remove_stale(base: Path) -> None:
     for path in base.iterdir():
         control = path / CONTROL
         try:
-            age = time.time() - control.stat().st_mtime
+            age = _age(control)
         except OSError:  # there is none; what lies here may also be no directory at all
             _remove_empty(path)
             continue
@@ -158,8 +168,15 @@ def remove_stale(base: Path) -> None:
 
 def _remove_empty(path: Path) -> None:
     with contextlib.suppress(OSError):  # it is not empty, or gone
-        if time.time() - path.stat().st_mtime >= _EMPTY_FOR_S:
+        if _age(path) >= _EMPTY_FOR_S:
             path.rmdir()
+
+
+def _age(path: Path) -> float:
+    """For how many seconds a file has been as it is; if the clock was set back since, for how many
+    it was, or it would count as new until the clock has come that far again.
+    """
+    return abs(time.time() - path.stat().st_mtime)
 
 
 def is_abandoned(path: str | Path) -> bool:

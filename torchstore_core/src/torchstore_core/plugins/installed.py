@@ -98,7 +98,8 @@ def installed() -> list[InstalledPlugin]:
     if remembered is not None and remembered[0] == changed:
         return remembered[1]
     found = list(_search())
-    settled = now - max(changed.values(), default=0) > _SETTLED_NS
+    # Those of a later time than now are from before the clock was set back, or of another host.
+    settled = all(abs(now - then) > _SETTLED_NS for then in changed.values())
     _remembered = (changed, found) if settled else None
     return found
 
@@ -132,7 +133,15 @@ class Inventory(msgspec.Struct, frozen=True):
 
 
 def _searched() -> set[str]:
-    return {os.path.abspath(folder) for folder in sys.path}
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:  # somebody has removed it: nothing can be found there
+        here = ""
+    return {
+        os.path.normpath(os.path.join(here, folder))
+        for folder in sys.path
+        if here or os.path.isabs(folder)
+    }
 
 
 def _holds(folder: str) -> bool:

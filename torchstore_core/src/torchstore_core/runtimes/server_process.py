@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 _KILL_AFTER_S = 3.0
 _CANCEL_START_S = 1.0
+# Linux takes 128 KiB in one argument, the null byte at its end included.
+_LONGEST_ARGUMENT = (128 << 10) - 1
 
 
 class ServerProcess:
@@ -98,7 +100,7 @@ class ServerProcess:
         if isinstance(spill, str) and is_url(spill) and not config.get("attached"):
             self._kill_after_s = _KILL_AFTER_S + URL_END_S
             config, more = {**config, "spill": shown_place(spill)}, _for_url(spill)
-        command.append(msgspec.json.encode(config).decode())
+        command.append(_argument(config))
         try:
             launch = functools.partial(self._launch, command, {**os.environ, **more})
             line = await asyncio.wait_for(in_thread(launch), timeout)
@@ -141,8 +143,8 @@ class ServerProcess:
         atexit.register(self._at_exit)
         if process.stdout is None:
             return b""
-        with process.stdout as stream:
-            return stream.readline()
+        with process.stdout as stream:  # a site's sitecustomize may print something, too
+            return next((line for line in stream if line.startswith(b"{")), b"")
 
     async def _cancel_start(self) -> None:
         """Stop a server that is starting, or prevent one from being started."""
@@ -234,6 +236,14 @@ class ServerProcess:
         self.exiting = True
         self._process.terminate()
         self._end(self._kill_after_s)
+
+
+def _argument(config: Mapping[str, object]) -> str:
+    """The options of a server, as an argument of its command."""
+    encoded = msgspec.json.encode(config)
+    if len(encoded) > _LONGEST_ARGUMENT:  # with thousands of folders in sys.path
+        encoded = msgspec.json.encode({**config, "installed": None})  # it finds them itself
+    return encoded.decode()
 
 
 def _for_url(url: str) -> dict[str, str]:

@@ -25,7 +25,7 @@ from torchstore_core.errors import (
     in_seconds,
 )
 from torchstore_core.machine import topology
-from torchstore_core.machine.directories import PrivateDirectory, make_again
+from torchstore_core.machine.directories import PrivateDirectory, explained, make_again
 from torchstore_core.machine.processes import started
 from torchstore_core.machine.sockets.unix import check_descriptors
 from torchstore_core.machine.tasks import call_from_thread
@@ -211,7 +211,8 @@ class Server:
             listening = None if keeper is None else keeper.kept(_CONTROL)
             if options.attached:  # whoever leads to the volumes removes the directory
                 self._listener.owner = options.owner
-            self._listener.open(self._directory.control, listening)
+            with explained():
+                self._listener.open(self._directory.control, listening)
             if keeper is not None:
                 # In the end the keeper removes the directory, unless it was given.
                 own = "" if options.directory else "yes"

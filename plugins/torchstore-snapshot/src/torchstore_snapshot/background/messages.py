@@ -175,7 +175,7 @@ _length = struct.Struct("<Q")
 def send(connection: socket.socket, message: msgspec.Struct) -> None:
     """Send a message. Raises OSError if the other side is gone."""
     data = _encoder.encode(message)
-    connection.sendall(_length.pack(len(data)) + data)
+    connection.sendall(_length.pack(len(data)) + data, socket.MSG_NOSIGNAL)
 
 
 def receive(connection: socket.socket) -> bytes | None:

@@ -48,6 +48,8 @@ class WriterProcess:
 
     def __init__(self) -> None:
         here, there = socket.socketpair()
+        for end in (here, there):
+            end.setblocking(True)  # whatever `socket.setdefaulttimeout` says
         self._connection = here
         # The kernel hangs a process group up that is stopped when its parent dies.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # is inherited

@@ -42,6 +42,8 @@ QUICK_ENTRIES = 32
 
 _RECEIVE = 1 << 18
 _DONT_WAIT = socket.MSG_DONTWAIT
+# A program may have brought back what SIGPIPE does by default, which is to end it without a word.
+_SEND = _DONT_WAIT | socket.MSG_NOSIGNAL
 # How many direct receives may follow each other before the event loop runs again, and how many
 # calls must go through the event loop after a direct receive that found no reply.
 _DIRECT_IN_A_ROW = 16
@@ -330,7 +332,7 @@ class Channel:
             self._unsent += frame
             return
         try:
-            sent = self._sock.send(frame, _DONT_WAIT)
+            sent = self._sock.send(frame, _SEND)
         except BlockingIOError:
             sent = 0
         except OSError as error:
@@ -441,7 +443,7 @@ class Channel:
 
     def _writable(self) -> None:
         try:
-            sent = self._sock.send(self._unsent, _DONT_WAIT)
+            sent = self._sock.send(self._unsent, _SEND)
         except BlockingIOError:
             return
         except OSError as error:

@@ -142,7 +142,7 @@ async def _handshake(
                         f"uid {uid} runs it, and this process is of {os.getuid()}"
                     )
                 hello = m.Hello(1, m.PROTOCOL_VERSION, token, here, facts)
-                await loop.sock_sendall(sock, encode(hello))
+                sock.sendall(encode(hello), socket.MSG_NOSIGNAL)  # it fits: it is the first
                 reader = FrameReader(m.MAX_FRAME)
                 bodies: list[bytes] = []
                 while not bodies:

@@ -361,14 +361,16 @@ def _connect(place: StorePlace, *messages: m.Message) -> socket.socket:
     facts = client_facts(os.environ, here, role=m.HOLDER_ROLE)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
+        sock.setblocking(True)  # whatever `socket.setdefaulttimeout` says
         # The system waits while the queue of the listener is full, but not longer than this.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _PATIENCE_S, 0))
         sock.connect(socket_path(place.address))
-        sock.sendall(encode(m.Hello(1, m.PROTOCOL_VERSION, b"", here, facts)))
+        hello = m.Hello(1, m.PROTOCOL_VERSION, b"", here, facts)
+        sock.sendall(encode(hello), socket.MSG_NOSIGNAL)
         if place.keeps:
             _await_welcome(sock)
         if messages:
-            sock.sendall(b"".join(map(encode, messages)))
+            sock.sendall(b"".join(map(encode, messages)), socket.MSG_NOSIGNAL)
     except BaseException:
         sock.close()
         raise

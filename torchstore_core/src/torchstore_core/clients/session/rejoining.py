@@ -84,7 +84,7 @@ def _attempt(
     reader = FrameReader(m.MAX_FRAME)
     bodies: list[bytes] = []
     try:
-        sock.sendall(encode(hello))
+        sock.sendall(encode(hello), socket.MSG_NOSIGNAL)
         while not bodies:
             try:
                 data = sock.recv(_RECEIVE)

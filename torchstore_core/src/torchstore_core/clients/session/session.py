@@ -396,7 +396,7 @@ class Session:
         sock, welcome, unread = found
         self._renew(welcome)
         with contextlib.suppress(OSError):  # it is lost again, as the reclaimer will see
-            sock.sendall(b"".join(map(encode, self._resuming())))
+            sock.sendall(b"".join(map(encode, self._resuming())), socket.MSG_NOSIGNAL)
         self._reconnect_channels(sock)
         return sock, unread
 

@@ -70,7 +70,9 @@ def open_memory(name: str, nbytes: int) -> int:
         unmap(map_shared(fd, nbytes), nbytes)
     except (OSError, OverflowError) as error:
         os.close(fd)
-        why = error if isinstance(error, OSError) else "more than this system can address"
+        why = str(error) if isinstance(error, OSError) else "more than this system can address"
+        if isinstance(error, OSError) and error.errno == errno.EFBIG:
+            why += " (see ulimit -f)"
         raise StoreFullError(f"cannot make {nbytes} bytes of shared memory: {why}") from error
     return fd
 

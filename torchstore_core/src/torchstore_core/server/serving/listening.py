@@ -268,7 +268,10 @@ def _listening(path: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         _remove_stale(made)
-        listener.bind(made)
+        try:
+            listener.bind(made)
+        except OSError as error:
+            raise OSError(error.errno, os.strerror(error.errno or 0), made) from error
         os.chmod(made, 0o600)
         listener.listen(_BACKLOG)
         listener.setblocking(False)

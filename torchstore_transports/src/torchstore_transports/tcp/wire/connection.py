@@ -165,7 +165,7 @@ class Connection:
         batch = list(islice(rest, _IOV_MAX))
         while batch:
             following = list(islice(rest, _IOV_MAX))
-            flags = socket.MSG_MORE if more or following else 0
+            flags = socket.MSG_NOSIGNAL | (socket.MSG_MORE if more or following else 0)
             while batch:
                 try:
                     sent = self._socket.sendmsg(batch, (), flags)
