@@ -95,10 +95,26 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if not every or metafunc.definition.get_closest_marker("local_only"):
         metafunc.parametrize("runtime", ["local"], indirect=True, scope="module", ids=[""])
         return
-    chosen = metafunc.config.getoption("runtime") or RUNTIMES
+    chosen = metafunc.config.getoption("runtime") or (
+        ["local"] if _is_for_newcomers(metafunc.config) else RUNTIMES
+    )
     metafunc.parametrize(
         "runtime", [r for r in RUNTIMES if r in chosen], indirect=True, scope="module"
     )
+
+
+def _is_for_newcomers(config: pytest.Config) -> bool:
+    """Whether this is `make test`, which runs nothing that is thorough."""
+    return "not thorough" in config.getoption("markexpr")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """For `make test`, files that have none of its tests are not even imported, by any process."""
+    if not _is_for_newcomers(config) or collection_path.suffix != ".py":
+        return None
+    if collection_path.name == "conftest.py" or not _QUICK.isdisjoint(collection_path.parents):
+        return None
+    return None if "mark.quick" in collection_path.read_text() else True
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -137,8 +153,8 @@ def _is_quick(item: pytest.Item, folders: frozenset[Path]) -> bool:
 def _much_alike(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     """Tests of the public API that run with the soak tests alone: with ``spmd``, the first set of
     parameters of each test is enough, with ``monarch`` the last. Runtimes differ in how a store
-    starts, and then all values take the same way: tests of values and names take turns, one with
-    ``spmd``, the next with ``monarch``.
+    starts, which is most of what these tests take, and then all values take the same way: files of
+    tests of values and names take turns, one with ``spmd``, the next with ``monarch``.
     """
     by_test: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
@@ -147,11 +163,10 @@ def _much_alike(items: list[pytest.Item]) -> Iterator[pytest.Item]:
         if runtime != "local":
             test = item.nodeid.partition("[")[0]
             by_test.setdefault((test, str(runtime)), []).append(item)
-    turns: dict[tuple[Path, str], Iterator[int]] = {}
+    in_turns = sorted(path for folder in _CLIENTS for path in folder.glob("test_*.py"))
+    runtime_of = dict(zip(in_turns, itertools.cycle(("spmd", "monarch")), strict=False))
     for (_, runtime), alike in by_test.items():
-        path = alike[0].path
-        turn = next(turns.setdefault((path, runtime), itertools.count(runtime == "monarch")))
-        if turn % 2 and not _CLIENTS.isdisjoint(path.parents):
+        if runtime_of.get(alike[0].path, runtime) != runtime:
             yield from alike
         else:
             yield from alike[1:] if runtime == "spmd" else alike[:-1]

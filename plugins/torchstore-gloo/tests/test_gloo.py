@@ -31,6 +31,7 @@ def in_threads(*calls: Callable[[], None]) -> None:
 class TestGloo(PairTests):
     name = "gloo"
     half = "torchstore_gloo.server"
+    test_every_byte_arrives = pytest.mark.quick(PairTests.test_every_byte_arrives)
 
 
 def test_an_end_whose_peer_has_gone_gives_up_in_time() -> None:

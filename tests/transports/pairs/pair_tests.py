@@ -132,7 +132,6 @@ class PairTests:
 
     # ---- bytes ----------------------------------------------------------------------------
 
-    @pytest.mark.quick
     async def test_every_byte_arrives(self, shared: ts.Client) -> None:
         torch.manual_seed(1)
         for dtype in _DTYPES:
