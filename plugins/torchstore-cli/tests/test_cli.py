@@ -191,7 +191,7 @@ async def test_status_in_json(store: ts.Client):
     assert (session["unfinished_puts"], session["unfinished_bytes"]) == (0, 0)
 
 
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("width", [80, pytest.param(120, marks=pytest.mark.soak)])
 async def test_status_for_people(width: int, store: ts.Client):
     await store.put("large", torch.zeros(2 * MB, dtype=torch.uint8))
     held = await store.get("large")
@@ -1049,7 +1049,7 @@ async def test_bench_in_a_store_of_its_own(runtime_directory: Path):
     assert [*runtime_directory.iterdir()] == []
 
 
-@pytest.mark.thorough
+@pytest.mark.soak  # the ones above and below have a store of their own, and a given one
 async def test_bench_in_a_given_store(store: ts.Client):
     await store.put("mine", 1)
     result = await torchstore("bench", "--size", "4MiB", "--address", store.address, COLUMNS="80")
