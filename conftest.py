@@ -110,11 +110,13 @@ def _is_for_newcomers(config: pytest.Config) -> bool:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """For `make test`, files that have none of its tests are not even imported, by any process."""
-    if not _is_for_newcomers(config) or collection_path.suffix != ".py":
+    if not _is_for_newcomers(config) or not collection_path.name.startswith("test_"):
         return None
-    if collection_path.name == "conftest.py" or not _QUICK.isdisjoint(collection_path.parents):
-        return None
-    return None if "mark.quick" in collection_path.read_text() else True
+    return None if _may_have_quick_ones(collection_path) else True
+
+
+def _may_have_quick_ones(path: Path) -> bool:
+    return not _QUICK.isdisjoint(path.parents) or "mark.quick" in path.read_text()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -132,6 +134,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             _API in folders[item.path],
         )
     )
+    quick = {item.path for item in items if item.get_closest_marker("quick") is not None}
+    if inherited := [str(path) for path in quick if not _may_have_quick_ones(path)]:
+        raise pytest.UsageError(f"quick tests that `make test` does not see: {inherited}")
     for item in items:
         if not _is_quick(item, folders[item.path]):
             item.add_marker("thorough")
