@@ -30,16 +30,16 @@ TEST_PROCESSES ?= 6
 unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-all all-tests check format bench simulate soak clean
+.PHONY: help setup demo test quick-tests test-all all-tests check format bench simulate soak clean
 
 help:
 	@echo "make setup   create $(VENV) with everything the other targets need"
 	@echo "make demo    trainers and generators: one process each, then FSDP2 to tensor parallel"
 	@echo "make check   ruff, mypy --strict, and which room may import which"
 	@echo "make format  let ruff format and fix what it can"
-	@echo "make test    check, then the tests of every feature, some minutes (PYTEST_ARGS=...)"
-	@echo "make test-all  check, then all tests: every runtime, faults, examples (PYTEST_ARGS=...)"
-	@echo "make soak    the tests that run for long, and the property tests with many more examples"
+	@echo "make test    check, and a test of every feature, some minutes (PYTEST_ARGS=...)"
+	@echo "make test-all  check, and every feature and fault: every runtime, examples (PYTEST_ARGS=...)"
+	@echo "make soak    more of the same evidence, for hours (PYTEST_ARGS=...)"
 	@echo "make bench   the benchmarks (BENCH_ARGS=...)"
 	@echo "make simulate  stores in simulated time, with everything that can go wrong (SEEDS=...)"
 	@echo "make clean   remove everything that was built"
@@ -87,14 +87,19 @@ format: $(STAMP)
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
 
-# Tests of one file stay in one process, those that make it part of a Monarch job come last.
-test: check
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) -m "not soak and not thorough" \
-		--hypothesis-profile=quick $(PYTEST_ARGS)
-
 # The type check needs one processor and half a minute: the tests need not wait for it.
+test: $(STAMP)
+	$(MAKE) -j2 check quick-tests
+
 test-all: $(STAMP)
 	$(MAKE) -j2 check all-tests
+
+# Tests of one file stay in one process, those that make it part of a Monarch job come last. What
+# takes a processor is most of these tests: more processes would only import and collect more.
+quick-tests: TEST_PROCESSES := 4
+quick-tests: $(STAMP)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) -m "not soak and not thorough" \
+		--hypothesis-profile=quick $(PYTEST_ARGS)
 
 all-tests: $(STAMP)
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --hypothesis-profile=ci $(PYTEST_ARGS)

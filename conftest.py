@@ -95,10 +95,28 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if not every or metafunc.definition.get_closest_marker("local_only"):
         metafunc.parametrize("runtime", ["local"], indirect=True, scope="module", ids=[""])
         return
-    chosen = metafunc.config.getoption("runtime") or RUNTIMES
+    chosen = metafunc.config.getoption("runtime") or (
+        ["local"] if _is_for_newcomers(metafunc.config) else RUNTIMES
+    )
     metafunc.parametrize(
         "runtime", [r for r in RUNTIMES if r in chosen], indirect=True, scope="module"
     )
+
+
+def _is_for_newcomers(config: pytest.Config) -> bool:
+    """Whether this is `make test`, which runs nothing that is thorough."""
+    return "not thorough" in config.getoption("markexpr")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """For `make test`, files that have none of its tests are not even imported, by any process."""
+    if not _is_for_newcomers(config) or not collection_path.name.startswith("test_"):
+        return None
+    return None if _may_have_quick_ones(collection_path) else True
+
+
+def _may_have_quick_ones(path: Path) -> bool:
+    return not _QUICK.isdisjoint(path.parents) or "mark.quick" in path.read_text()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -116,6 +134,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             _API in folders[item.path],
         )
     )
+    quick = {item.path for item in items if item.get_closest_marker("quick") is not None}
+    if inherited := [str(path) for path in quick if not _may_have_quick_ones(path)]:
+        raise pytest.UsageError(f"quick tests that `make test` does not see: {inherited}")
     for item in items:
         if not _is_quick(item, folders[item.path]):
             item.add_marker("thorough")
@@ -137,8 +158,8 @@ def _is_quick(item: pytest.Item, folders: frozenset[Path]) -> bool:
 def _much_alike(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     """Tests of the public API that run with the soak tests alone: with ``spmd``, the first set of
     parameters of each test is enough, with ``monarch`` the last. Runtimes differ in how a store
-    starts, and then all values take the same way: tests of values and names take turns, one with
-    ``spmd``, the next with ``monarch``.
+    starts, which is most of what these tests take, and then all values take the same way: files of
+    tests of values and names take turns, one with ``spmd``, the next with ``monarch``.
     """
     by_test: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
@@ -147,11 +168,10 @@ def _much_alike(items: list[pytest.Item]) -> Iterator[pytest.Item]:
         if runtime != "local":
             test = item.nodeid.partition("[")[0]
             by_test.setdefault((test, str(runtime)), []).append(item)
-    turns: dict[tuple[Path, str], Iterator[int]] = {}
+    in_turns = sorted(path for folder in _CLIENTS for path in folder.glob("test_*.py"))
+    runtime_of = dict(zip(in_turns, itertools.cycle(("spmd", "monarch")), strict=False))
     for (_, runtime), alike in by_test.items():
-        path = alike[0].path
-        turn = next(turns.setdefault((path, runtime), itertools.count(runtime == "monarch")))
-        if turn % 2 and not _CLIENTS.isdisjoint(path.parents):
+        if runtime_of.get(alike[0].path, runtime) != runtime:
             yield from alike
         else:
             yield from alike[1:] if runtime == "spmd" else alike[:-1]

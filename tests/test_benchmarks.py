@@ -190,6 +190,18 @@ def tiny(
     return _report(done, out, ["warm", "mapped", "volumes", "batch"])
 
 
+async def test_one_scenario_verifies_reports_and_cleans_up(tmp_path: Path) -> None:
+    chosen = ["--only", "batch", "flat", "--skip", "flat"]
+    done = _run(tmp_path, "--quick", "--gb", "0.004", "--repeat", "1", *chosen)
+    report, metrics = _report(done, tmp_path, ["batch"])
+    assert report["workload"]["tensors"] == 327
+    for name, limit in (("put", 2.0), ("get", 2.5)):
+        (clones,) = metrics[f"{name} 1000 × 4 KB"]["comparisons"]
+        assert (clones["floor"], clones["target"]) == ("cloning each", limit)
+    await _check_nothing_is_left(report)
+
+
+@pytest.mark.soak
 async def test_a_tiny_run_verifies_reports_and_cleans_up(
     tiny: tuple[dict[str, Any], dict[str, dict[str, Any]]],
 ) -> None:
@@ -263,6 +275,7 @@ async def test_what_a_publish_costs_beside_its_bytes_is_measured_and_verified(
     await _check_nothing_is_left(report)
 
 
+@pytest.mark.soak
 async def test_a_get_from_several_volumes_is_measured_where_the_transport_is_the_limit(
     tiny: tuple[dict[str, Any], dict[str, dict[str, Any]]],
 ) -> None:

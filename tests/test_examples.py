@@ -194,10 +194,10 @@ async def test_wrong_weights_are_noticed_by_every_tensor_parallel_rank_and_said(
     assert re.search(r"^verified +2 times the weights were wrong$", out, re.M)
 
 
-# The other one starts and ends its workers with the same code.
-both = pytest.mark.parametrize("name", [TRAINER, pytest.param(FSDP, marks=pytest.mark.soak)])
+both = pytest.mark.parametrize("name", [TRAINER, FSDP])
 
 
+@pytest.mark.soak  # of what examples show, what they do when all goes well is in `make test-all`
 @both
 async def test_a_killed_worker_ends_the_job_with_an_error(name: str) -> None:
     async with example(name, "--steps", "1000", "--json") as process:

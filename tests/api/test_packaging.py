@@ -87,6 +87,7 @@ def test_importing_the_package_does_not_import_torch():
     assert out == "False\n"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("collects", [True, False])
 def test_loading_the_api_collects_no_garbage_and_makes_no_decoder(collects: bool):
     out = _python(

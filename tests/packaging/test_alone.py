@@ -78,7 +78,7 @@ asyncio.run(main())
 @pytest.mark.parametrize(
     ("package", "chosen"),
     [
-        ("torchstore-inprocess", "arrive or arrives or bids or nothing_behind"),
+        ("torchstore-inprocess", "every_size or rows or bids or halves"),
         *(pytest.param(name, "", marks=pytest.mark.soak) for name in PACKAGES),
     ],
 )
@@ -103,7 +103,7 @@ def test_the_kit_passes_with_nothing_else(package: str, chosen: str, tmp_path: P
     (kit / "pytest.ini").write_text(_INI)
     passed = _passed(alone, kit, "-k", chosen)
     for name, least in PACKAGES[package].items():
-        assert passed[name] >= (12 if chosen else least), passed
+        assert passed[name] >= (5 if chosen else least), passed
     if package == "torchstore-inprocess":  # no store uses it that any process can start
         return
     alone.add(["torchstore-strategies"])  # which a store needs, so that its tests run, too

@@ -93,7 +93,7 @@ def test_logs_that_cannot_grow() -> None:
 def test_volumes_that_are_drained() -> None:
     """Of stores that spill, also while they are killed."""
     see(
-        range(DRAINED, DRAINED + 200),
+        range(DRAINED, DRAINED + 100),
         *("a value was copied", "a volume was empty", "the server was killed", "written"),
         *("torchstore-spill", "torchstore-unspill", "get: evicted"),
     )
@@ -102,7 +102,7 @@ def test_volumes_that_are_drained() -> None:
 def test_values_that_are_made_in_the_store() -> None:
     """And sealed there, with everything else that goes wrong; and state dicts that are held."""
     see(
-        range(SEALED, SEALED + 300),
+        range(SEALED, SEALED + 150),
         *("sealed put: answered", "sealed put: Cancelled", "sealed put: Closed"),
         *("sealed put: store-full", "sealed put: protocol"),
         *("sealed object: answered", "sealed object: Cancelled", "sealed object: store-full"),
@@ -124,12 +124,12 @@ def test_many_logs_that_cannot_grow() -> None:
 
 @pytest.mark.soak
 def test_many_volumes_that_are_drained() -> None:
-    look(range(DRAINED + 200, DRAINED + 20_000))
+    look(range(DRAINED + 100, DRAINED + 20_000))
 
 
 @pytest.mark.soak
 def test_many_values_that_are_made_in_the_store() -> None:
-    look(range(SEALED + 300, SEALED + 20_000))
+    look(range(SEALED + 150, SEALED + 20_000))
 
 
 def digests(hash_seed: int, seeds: int) -> list[str]:
@@ -146,7 +146,7 @@ def digests(hash_seed: int, seeds: int) -> list[str]:
     return ran.stdout.split()
 
 
-@pytest.mark.parametrize("seeds", [60, pytest.param(600, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("seeds", [20, pytest.param(600, marks=pytest.mark.soak)])
 def test_a_seed_is_the_same_run_everywhere(seeds: int) -> None:
     here = [run_seed(seed).digest() for seed in range(seeds)]
     assert digests(1, seeds) == digests(2, seeds) == here

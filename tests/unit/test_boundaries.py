@@ -17,6 +17,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "torchstore_core" / "src"
 SOURCES = [
@@ -155,6 +157,7 @@ with tempfile.TemporaryDirectory() as directory:
 """
 
 
+@pytest.mark.thorough
 def test_a_server_that_serves_never_imports_torch() -> None:
     heavy = {"torch", "numpy", "torch._C"}
     assert after("import torch", modules=heavy) != []
@@ -179,6 +182,7 @@ def test_a_server_that_serves_loads_nothing_that_only_others_need() -> None:
     assert after(SERVE, modules=rarely) == []
 
 
+@pytest.mark.thorough
 def test_importing_the_package_imports_no_torch() -> None:
     """The server imports it too; torch comes with the first name that needs it."""
     names = "; ".join(
@@ -191,6 +195,7 @@ def test_importing_the_package_imports_no_torch() -> None:
 # ---- what the sources say -------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_nothing_is_imported_behind_the_linters_back() -> None:
     """A name that is given as text: of plug-ins and own modules only."""
     found = 0
@@ -207,6 +212,7 @@ def test_nothing_is_imported_behind_the_linters_back() -> None:
     assert not offenders
 
 
+@pytest.mark.thorough
 def test_only_one_module_listens() -> None:
     """It knows what to do when descriptors are used up (asyncio's servers do not)."""
     listens = {"listen", "accept", "create_server", "create_unix_server"}

@@ -85,6 +85,7 @@ def _line(fd: int) -> bytes:
     return os.read(fd, 100)
 
 
+@pytest.mark.thorough
 def test_reading_what_a_script_prints_moves_nothing_of_it() -> None:
     """Its file is read while it writes, by tests that wait for what it says."""
     with Script("for n in range(30_000):\n    print(n, flush=True)") as script:

@@ -191,7 +191,7 @@ async def test_status_in_json(store: ts.Client):
     assert (session["unfinished_puts"], session["unfinished_bytes"]) == (0, 0)
 
 
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("width", [80, pytest.param(120, marks=pytest.mark.soak)])
 async def test_status_for_people(width: int, store: ts.Client):
     await store.put("large", torch.zeros(2 * MB, dtype=torch.uint8))
     held = await store.get("large")
@@ -253,6 +253,7 @@ async def test_ls_shows_any_key_on_one_line(store: ts.Client):
     assert await _listed() == [odd, long]
 
 
+@pytest.mark.thorough
 async def test_ls_long_fits_the_terminal(store: ts.Client):
     key = "policy/model.layers.17.self_attn.q_proj.weight"
     odd = "x\n" * 40  # wider than the terminal, and shown with escapes
@@ -292,6 +293,7 @@ async def test_ls_long_fits_the_terminal(store: ts.Client):
         assert any("…" in line for line in lines) is (width == 60)
 
 
+@pytest.mark.thorough
 async def test_colour(store: ts.Client):
     await store.put("k", 1)
     environment = _environment({})
@@ -384,6 +386,7 @@ async def test_ls_asks_a_page_at_a_time(store: ts.Client):
     assert await asked() == before + 4
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [(), ("--json",)])
 async def test_ls_into_a_pipe_that_closes(options: tuple[str, ...], store: ts.Client):
     await store.put_batch({f"key/{i:05}": i for i in range(5000)})
@@ -398,6 +401,7 @@ async def test_ls_into_a_pipe_that_closes(options: tuple[str, ...], store: ts.Cl
         assert await asyncio.to_thread(process.wait, 10) == 128 + signal.SIGPIPE
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "command",
     [["ls"], ["stat", "k"], ["status", "--json"], ["doctor"], ["--help"], ["ls", "-h"]],
@@ -433,6 +437,7 @@ def test_a_server_stays_although_nobody_reads_where_it_is(tmp_path: Path):
         assert process.wait(60) == 0
 
 
+@pytest.mark.thorough
 async def test_an_error_that_cannot_be_printed_as_json_is_still_a_line(store: ts.Client):
     """Where nobody reads standard output any more, and where the disk is full."""
     command = [SCRIPT, "stat", "missing", "--json"]
@@ -547,6 +552,7 @@ async def test_several_stores(runtime_directory: Path):
     assert [*runtime_directory.iterdir()] == []
 
 
+@pytest.mark.thorough
 async def test_an_address_of_a_job(store: ts.Client):
     for address in ("monarch:policy", "any:thing", "nonsense"):
         error = await fails("configuration", "status", "--address", address)
@@ -670,6 +676,7 @@ async def test_serve_for_people():
         process.communicate()
 
 
+@pytest.mark.thorough
 async def test_serve_in_a_directory(runtime_directory: Path):
     new = runtime_directory.parent / "new"
     with serving("--directory", os.path.relpath(new)) as (process, ready):
@@ -698,6 +705,7 @@ async def test_serve_in_a_directory(runtime_directory: Path):
     assert new.exists()  # it was there before
 
 
+@pytest.mark.thorough
 async def test_serve_that_cannot_start(runtime_directory: Path):
     error = await fails("plugin", "serve", "--strategy", "nonsense")
     assert "'nonsense'" in error["message"]
@@ -720,6 +728,7 @@ async def test_serve_that_cannot_start(runtime_directory: Path):
 # ---- doctor -------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 async def test_doctor_without_a_store(runtime_directory: Path):
     result = await asyncio.to_thread(_torch_free, TORCH_FREE, "doctor --json", **EVERYTHING)
     assert (result.status, result.err) == (0, "")
@@ -760,6 +769,7 @@ async def test_doctor_where_temporary_files_have_long_paths(tmp_path: Path):
     assert not [note for note in report["notes"] if "'shm'" in note]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("width", "loaded"), [(80, EVERYTHING), (120, {})], ids=["80", "120"])
 async def test_doctor_for_people(width: int, loaded: dict[str, str], store: ts.Client):
     result = await torchstore("doctor", COLUMNS=str(width), **loaded)
@@ -789,6 +799,7 @@ async def test_doctor_with_a_store(store: ts.Client):
     assert link["refusals"] == explained[0]["refusals"]
 
 
+@pytest.mark.thorough
 async def test_doctor_finds_what_stops_a_store(store: ts.Client):
     async def problems(*arguments: str, **environment: str) -> str:
         result = await torchstore("doctor", "--json", *arguments, **environment)
@@ -829,6 +840,7 @@ def _distribution(where: Path, name: str, entry_points: str) -> None:
     (info / "entry_points.txt").write_text(entry_points)
 
 
+@pytest.mark.thorough
 async def test_doctor_names_broken_and_blocked_plugins(tmp_path: Path):
     _distribution(tmp_path, "acme-store", "[torchstore.transports]\nacme = no_such_module\n")
     result = await installed("doctor", "--json", PYTHONPATH=_python_path(tmp_path))
@@ -896,6 +908,7 @@ class S(ShmServer):
 """
 
 
+@pytest.mark.thorough
 async def test_doctor_tries_what_plugins_name_and_outlives_it(tmp_path: Path):
     site = Site(tmp_path)
     by_group: dict[str, dict[str, str]] = {}
@@ -953,6 +966,7 @@ async def test_doctor_shows_bids_the_offer_that_a_volume_would_make(tmp_path: Pa
     assert refusals["quiet"] == "offered b''"
 
 
+@pytest.mark.thorough
 async def test_doctor_gives_up_a_plugin_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     site = Site(tmp_path)
     hangs = "import threading\nthreading.Event().wait()"
@@ -965,6 +979,7 @@ async def test_doctor_gives_up_a_plugin_that_hangs(tmp_path: Path, monkeypatch: 
     assert outcomes[other] == plugin_check.Outcome()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("seconds", "periods", "error"),
     [(4, 40, None), (600, 2, "importing it did not end within 6 s")],
@@ -1019,6 +1034,7 @@ def _positive(values: Mapping[str, Any]) -> bool:
     return all(value > 0 for value in values.values())
 
 
+@pytest.mark.thorough
 async def test_bench_in_a_store_of_its_own(runtime_directory: Path):
     status, out, err = await asyncio.to_thread(_torch_free, TORCH_FREE, "bench --size 4MB --json")
     assert (status, err) == (0, "")
@@ -1033,6 +1049,7 @@ async def test_bench_in_a_store_of_its_own(runtime_directory: Path):
     assert [*runtime_directory.iterdir()] == []
 
 
+@pytest.mark.soak  # the ones above and below have a store of their own, and a given one
 async def test_bench_in_a_given_store(store: ts.Client):
     await store.put("mine", 1)
     result = await torchstore("bench", "--size", "4MiB", "--address", store.address, COLUMNS="80")
@@ -1051,6 +1068,7 @@ async def test_bench_in_a_given_store(store: ts.Client):
     await until(it_has_left)
 
 
+@pytest.mark.thorough
 async def test_bench_that_does_not_fit():
     async with running_store(capacity=4 * MB) as store:
         error = await fails("store-full", "bench", "--size", "8MiB", "--address", store.address)
@@ -1082,6 +1100,7 @@ def _torch_free(source: str, *commands: str, **environment: str) -> Result:
     return Result(done.returncode, done.stdout, done.stderr)
 
 
+@pytest.mark.thorough
 async def test_torch_is_not_imported(store: ts.Client):
     await store.put("w", torch.zeros(MB))
     short = ("status", "ls --long", "stat w", "rm w", "doctor")

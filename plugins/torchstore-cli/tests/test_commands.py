@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _MODULE = """
 import click
 from torchstore_core.errors import TorchStoreError
@@ -48,6 +50,7 @@ def _distribution(site: Path, name: str, entry_points: str) -> None:
     (info / "entry_points.txt").write_text(entry_points)
 
 
+@pytest.mark.thorough
 def test_another_package_brings_commands_and_a_broken_one_breaks_none_but_its_own(
     tmp_path: Path,
 ) -> None:

@@ -100,6 +100,7 @@ CLIENT = __name__ + ":Late"
 )
 
 
+@pytest.mark.thorough
 async def test_what_is_not_measured_is_named_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,6 +233,7 @@ def with_rdma(monkeypatch: pytest.MonkeyPatch) -> str:
     return ",".join(apart)
 
 
+@pytest.mark.thorough
 async def test_both_sides_of_a_link_are_shown(with_rdma: str) -> None:
     async with running_store() as store:
         here = topology.probe()

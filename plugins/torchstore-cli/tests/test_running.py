@@ -46,6 +46,7 @@ def _blocks(kind: str) -> list[str]:
     return re.findall(rf"^```{kind}\n(.*?)^```", PAGE, re.M | re.S)
 
 
+@pytest.mark.thorough
 async def test_the_transcript_of_unrelated_terminals(tmp_path: Path) -> None:
     serve, others = _blocks("console")
     command = shlex.split(serve.removeprefix("$ "))

@@ -99,6 +99,7 @@ async def test_all_end_with_the_command() -> None:
         await ts.shutdown()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
@@ -130,6 +131,7 @@ async def test_a_directory_to_spill_to_may_be_a_url(tmp_path: Path, directory: P
         await ts.shutdown()
 
 
+@pytest.mark.thorough
 async def test_object_storage_is_empty_when_the_command_has_ended(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

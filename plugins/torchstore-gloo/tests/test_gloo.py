@@ -13,6 +13,7 @@ import torch
 from tests.transports.pairs.alone import check_an_end_that_is_alone
 from tests.transports.pairs.pair_tests import PairTests
 
+import torchstore_core as ts
 from torchstore_core.errors import TransportError
 from torchstore_gloo.pair import make
 from torchstore_transports.pairs.connection import PairConnection
@@ -31,6 +32,10 @@ def in_threads(*calls: Callable[[], None]) -> None:
 class TestGloo(PairTests):
     name = "gloo"
     half = "torchstore_gloo.server"
+
+    @pytest.mark.quick
+    async def test_every_byte_arrives(self, shared: ts.Client) -> None:
+        await super().test_every_byte_arrives(shared)
 
 
 def test_an_end_whose_peer_has_gone_gives_up_in_time() -> None:

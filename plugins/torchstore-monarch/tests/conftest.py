@@ -35,8 +35,8 @@ def job_store(job: Job) -> Job:
 
 CARRIERS = (
     "monarch-rpc",
-    pytest.param("tcp", marks=pytest.mark.soak),
-    "tcp over two networks",
+    # test_namespaces, and the tests of cables, have stores over networks.
+    *(pytest.param(name, marks=pytest.mark.soak) for name in ("tcp", "tcp over two networks")),
 )
 
 

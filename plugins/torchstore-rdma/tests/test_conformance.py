@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.transports.kit.in_part import in_part
 
 from torchstore_core.testing import TransportTests
 from torchstore_rdma import fabric
@@ -12,8 +13,17 @@ from .pairs import needs_nixl
 pytestmark = needs_nixl
 
 
+@in_part
+class TestRdmaInPart(TransportTests):
+    """Over what UCX chooses on one host."""
+
+    name = "rdma"
+    chooses_address = True
+
+
+@pytest.mark.soak
 class TestRdma(TransportTests):
-    """Over what UCX chooses on one host, and between network namespaces."""
+    """All of it, between network namespaces, too."""
 
     name = "rdma"
     chooses_address = True

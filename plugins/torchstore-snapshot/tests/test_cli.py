@@ -208,6 +208,7 @@ def test_diff_compares_tensors_that_are_cut_differently(taken: Path) -> None:
     assert [d["path"] for d in found["differences"]] == ["model/w"]
 
 
+@pytest.mark.quick
 def test_gc_removes_what_dead_takes_left_and_older_snapshots(taken: Path) -> None:
     left = taken / f"model-{'0' * 12}-{'0' * 8}-0-0.safetensors"
     left.write_bytes(b"left")
@@ -228,6 +229,7 @@ def test_gc_removes_what_dead_takes_left_and_older_snapshots(taken: Path) -> Non
     )
 
 
+@pytest.mark.quick
 def test_convert_makes_what_it_says(taken: Path) -> None:
     into = taken.parent / "plain"
     refused = call("convert", taken, into, "--to", "safetensors")

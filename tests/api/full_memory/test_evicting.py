@@ -55,6 +55,7 @@ async def test_the_least_recently_used_go_first(cache):
         await ts.get(ts.ObjectRef("k1", 1))
 
 
+@pytest.mark.thorough
 async def test_small_values_go_too(cache):
     for at in range(3000):
         await ts.put(f"k{at}", value(at, 8000))

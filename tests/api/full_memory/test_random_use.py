@@ -123,6 +123,7 @@ async def use(folder: Path, runtime: str, seed: int, steps: int, **arguments: An
         await until(empty)
 
 
+@pytest.mark.thorough
 async def test_random_use(runtime: str, tmp_path: Path) -> None:
     await use(tmp_path, runtime, seed=1, steps=150)
 

@@ -16,7 +16,7 @@ import torchstore_core as ts
 from torchstore_cli.doctor.examination import examine
 from torchstore_strategies import ReplicatedStrategy
 
-pytestmark = pytest.mark.local_only
+pytestmark = [pytest.mark.local_only, pytest.mark.thorough]
 MB = 1 << 20
 
 

@@ -63,6 +63,7 @@ async def _all_is_free() -> bool:
     return status.spill.disk_bytes == 0 and status.volumes[0].used_bytes == 0
 
 
+@pytest.mark.thorough
 async def test_small_values_that_are_read_together_leave_and_come_back(spilling):
     """They come in messages, move into the segment when many are read at once unless they are on
     their way to disk, and leave from where they are; some are larger than what is written together.
@@ -96,6 +97,7 @@ async def test_objects_without_a_key_leave_too(spilling):
         await ts.put_object(1, when_full="evictable")
 
 
+@pytest.mark.thorough
 async def test_objects_without_a_key_do_what_their_store_does(runtime, tmp_path):
     async with running_store(
         runtime, capacity=16 * MB, spill=tmp_path / "spill", when_full="spillable"
@@ -202,6 +204,7 @@ async def test_shards_come_back_where_they_are_wanted(spilling):
     assert torch.equal(await ts.get("t"), whole)
 
 
+@pytest.mark.thorough
 async def test_batches_are_one_cut_wherever_their_values_are(spilling):
     keys = ["a", "b", "c"]
 
@@ -232,6 +235,7 @@ async def test_batches_are_one_cut_wherever_their_values_are(spilling):
     assert (await ts.status()).spill.written_bytes > 0
 
 
+@pytest.mark.thorough
 async def test_many_readers_at_once(spilling):
     for at in range(12):
         await ts.put(f"k{at}", value(at), when_full="spillable")
@@ -319,6 +323,7 @@ async def test_a_put_that_is_given_up_while_it_waits_leaves_nothing(spilling):
     assert not await ts.exists("late")
 
 
+@pytest.mark.thorough
 async def test_small_values_leave_too(spilling):
     """Those that the server has in its own memory: a store that is full of them takes more."""
     count, nbytes = 1500, 20_000
@@ -352,6 +357,7 @@ async def test_small_values_that_are_pinned_stay(spilling):
     assert torch.equal(await ts.get("small"), torch.arange(10))
 
 
+@pytest.mark.thorough
 async def test_it_says_what_is_wrong_with_arguments(store, tmp_path):
     with pytest.raises(ts.ConfigurationError, match="initialize it with spill="):
         await ts.put("k", value(0), when_full="spillable")

@@ -50,6 +50,7 @@ async def fill(count: int, **how: Any) -> None:
         await ts.put(f"k{at}", value(at), **how)
 
 
+@pytest.mark.thorough
 async def test_three_times_the_memory(runtime: str, objects: ObjectStore) -> None:
     """Large values and small ones, one after the other and together; in place, and not copied."""
     sizes = [20 * MB + 64, *[4 * MB] * 5, *[700_000 + 64 * at for at in range(8)]]
@@ -87,6 +88,7 @@ async def test_three_times_the_memory(runtime: str, objects: ObjectStore) -> Non
     assert not objects.listed()
 
 
+@pytest.mark.thorough
 async def test_what_was_damaged_or_removed_is_lost_alone(
     runtime: str, objects: ObjectStore
 ) -> None:
@@ -127,6 +129,7 @@ async def refused_put(start: int) -> tuple[int, ts.TorchStoreError]:
     raise AssertionError("it is never full")
 
 
+@pytest.mark.thorough
 async def test_storage_that_is_away_for_a_while(runtime: str, objects: ObjectStore) -> None:
     """Puts and gets say so in time, and go on when it is back; nothing is lost."""
 
@@ -163,6 +166,7 @@ async def test_storage_that_is_away_for_a_while(runtime: str, objects: ObjectSto
     assert not objects.listed()
 
 
+@pytest.mark.thorough
 async def test_storage_that_is_busy_now_and_then(runtime: str, objects: ObjectStore) -> None:
     """Requests that fail are repeated, also those that were carried out; nobody notices."""
     seen: list[str] = []
@@ -183,6 +187,7 @@ async def test_storage_that_is_busy_now_and_then(runtime: str, objects: ObjectSt
     assert not objects.listed()
 
 
+@pytest.mark.thorough
 async def test_what_killed_stores_have_left_is_deleted(runtime: str, objects: ObjectStore) -> None:
     """By the next one that spills there; what belongs to others is not touched."""
     client = await ts.initialize(store_name="killed", timeout=60, **SPILLS)
@@ -217,6 +222,7 @@ async def test_what_killed_stores_have_left_is_deleted(runtime: str, objects: Ob
     assert sorted(objects.listed()) == sorted(f"spilled/{one}/1-0-0-1000" for one in others)
 
 
+@pytest.mark.thorough
 async def test_what_is_being_stored_when_a_store_ends_is_deleted_too(
     runtime: str, objects: ObjectStore
 ) -> None:
@@ -244,6 +250,7 @@ async def test_what_is_being_stored_when_a_store_ends_is_deleted_too(
     assert not objects.listed()
 
 
+@pytest.mark.thorough
 async def test_where_nothing_can_be_stored(objects: ObjectStore) -> None:
     with pytest.raises(ts.ConfigurationError, match="no such bucket"):
         await ts.initialize(spill="s3://nobody/spilled")
@@ -255,6 +262,7 @@ async def test_where_nothing_can_be_stored(objects: ObjectStore) -> None:
         await ts.initialize(spill="oci://bucket@namespace/spilled")
 
 
+@pytest.mark.thorough
 async def test_a_password_is_seen_nowhere(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

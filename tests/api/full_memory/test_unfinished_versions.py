@@ -19,6 +19,7 @@ def _shard(rank: int, number: float) -> TensorShard:
     return TensorShard(torch.full((256, 1024), float(number)), part)
 
 
+@pytest.mark.thorough
 async def test_a_rank_that_is_far_ahead_does_not_fill_the_store():
     async with running_store(capacity=24 * MB) as client:
         for number in range(40):  # 1 MB each
@@ -71,6 +72,7 @@ async def test_memory_of_abandoned_versions_makes_room(runtime):
         assert await ts.exists("large")
 
 
+@pytest.mark.thorough
 async def test_memory_does_not_grow_with_the_number_of_versions():
     """Room for three versions of 10 MB, of which two are kept, is enough for any number."""
     async with running_store(capacity=33 * MB):

@@ -193,6 +193,7 @@ async def test_only_floating_point_is_ever_cast(shared):
 # ---- memory -------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 async def test_a_cast_publish_takes_hardly_more_memory_than_the_store_holds():
     """No second copy of the model, in the publisher or in the server."""
     out = await run_script(
@@ -429,6 +430,7 @@ async def _until_quiet() -> None:
     await until(nothing_leased)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("width", [2, 1024], ids=["inline-sized", "4 KB"])
 async def test_a_put_and_a_get_of_18000_entries_take_a_few_messages(shared, width):
     state_dict: dict[str, Any] = {

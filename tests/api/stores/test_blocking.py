@@ -125,6 +125,7 @@ def test_a_call_within_another_says_so(bare: blocking.Client) -> None:
     assert blocking.get("k") == 3
 
 
+@pytest.mark.thorough
 def test_many_threads_at_once_and_none_leaves_a_connection(bare: blocking.Client) -> None:
     errors: list[BaseException] = []
 
@@ -188,6 +189,7 @@ def _program(body: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.local_only
 def test_ctrl_c_cancels_the_operation_under_way(bare: blocking.Client) -> None:
     waits = blocking.status().operations.get("Wait", 0)
@@ -401,6 +403,7 @@ def test_a_script_needs_no_event_loop_and_leaves_nothing() -> None:
     assert not os.path.exists(f"/proc/{first.split()[-1]}")
 
 
+@pytest.mark.thorough
 @pytest.mark.local_only
 def test_everything_works_while_the_interpreter_ends() -> None:
     """Threads take no more work then. Also in a forked child, and when the store is shut down."""
@@ -434,6 +437,7 @@ def test_everything_works_while_the_interpreter_ends() -> None:
     assert out.splitlines() == [f"{1 << 20}", "0", f"{1 << 20}"]
 
 
+@pytest.mark.thorough
 @pytest.mark.local_only
 def test_what_comes_too_late_at_the_exit_is_told_so() -> None:
     """It was told that the server, and its keeper, were gone, as if they had died."""

@@ -79,6 +79,7 @@ def test_the_graph_breaks_there(store):
         step(torch.ones(4))
 
 
+@pytest.mark.thorough
 async def test_dynamo_is_not_imported_for_that():
     script = "import sys, torchstore_core.blocking; print('torch._dynamo' in sys.modules)"
     assert (await run_script(script, fresh=True)).split() == ["False"]

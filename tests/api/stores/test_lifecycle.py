@@ -229,6 +229,7 @@ async def test_a_client_that_is_pickled_says_what_to_pass_instead(store):
         await ts.put("k", [store])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [None, 3, ["torchstore"], ""], ids=repr)
 async def test_what_is_no_name_of_a_store_is_refused_by_every_call(store, name):
     for call in (
@@ -335,6 +336,7 @@ async def test_reset_client_makes_new_connections(store):
     await until(one)
 
 
+@pytest.mark.thorough
 async def test_the_store_ends_with_its_owner():
     with Script(
         fresh=True,

@@ -20,7 +20,7 @@ import torchstore_core as ts
 import torchstore_core.blocking as blocking
 from torchstore_core.clients.stores import starting, table
 
-pytestmark = pytest.mark.local_only
+pytestmark = [pytest.mark.local_only, pytest.mark.thorough]
 
 
 @pytest.fixture(scope="module")

@@ -95,6 +95,7 @@ async def test_an_overwrite_needs_room_beside_the_old_version(small):
     assert (await ts.get("a") == 2).all()
 
 
+@pytest.mark.thorough
 async def test_inline_values_count_too(small):
     chunk = bytes(32 << 10)
 
@@ -151,6 +152,7 @@ async def test_puts_that_compete_for_the_last_room(small):
     assert await _used() == 30 * MB
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["host", "local-rank"])
 async def test_volumes_share_the_capacity(strategy):
     async with running_store(capacity=CAPACITY, num_storage_volumes=2, strategy=strategy):

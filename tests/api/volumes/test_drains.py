@@ -106,6 +106,7 @@ async def test_what_is_on_a_volume_of_this_host_goes_to_the_others(
     assert await volume_of(local, "k0") == name
 
 
+@pytest.mark.thorough
 async def test_the_command_waits_until_that_is_in_vain(
     local: ts.Client, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,6 +130,7 @@ async def test_the_command_waits_until_that_is_in_vain(
     assert torch.equal(held, data(0))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("does", "says"),
     [
@@ -173,6 +175,7 @@ async def test_what_cannot_be_drained_says_so(local: ts.Client) -> None:
     assert (await volume_of(local, "k")).endswith("-2")
 
 
+@pytest.mark.thorough
 async def test_full_volumes_take_what_fits_and_the_rest_when_there_is_room() -> None:
     async with running_store(
         num_storage_volumes=2, capacity=64 * MB, strategy="spread", repair_bandwidth=0
@@ -198,6 +201,7 @@ async def test_full_volumes_take_what_fits_and_the_rest_when_there_is_room() -> 
             assert torch.equal(await client.get(key), data(at, (20 if at == 1 else 2) * MB))
 
 
+@pytest.mark.thorough
 async def test_nothing_is_lost_when_a_drained_volume_is_taken_away() -> None:
     """While programs write and read; with one copy of everything."""
     with store_of(HashStrategy(), (64 * MB,) * 3, repair_bandwidth=64 * MB) as store:
@@ -236,6 +240,7 @@ async def test_nothing_is_lost_when_a_drained_volume_is_taken_away() -> None:
                     assert torch.equal(found, data(step)) or torch.equal(found, data(step + 1))
 
 
+@pytest.mark.thorough
 async def test_a_loss_while_another_volume_is_drained() -> None:
     """What is lost does not keep draining from its end, and every value has what copies it can."""
     with store_of(COPIES, (64 * MB,) * 4, repair_bandwidth=32 * MB) as store:
@@ -259,6 +264,7 @@ async def test_a_loss_while_another_volume_is_drained() -> None:
                 assert (await client.stat(key)).copies == 2
 
 
+@pytest.mark.thorough
 async def test_a_store_that_spills_to_one_place_for_all_volumes(tmp_path: Path) -> None:
     """What is on disk stays there; what was in memory goes to the others, or to disk."""
     spills = {"spill": tmp_path, "when_full": "spillable", "repair_bandwidth": 0}
@@ -294,6 +300,7 @@ async def test_a_store_that_spills_to_one_place_for_all_volumes(tmp_path: Path) 
         assert (await client.status()).spill.spilled_bytes > 30 * MB
 
 
+@pytest.mark.thorough
 async def test_pinned_values_stay_where_there_is_no_room_although_others_are_spilled(
     tmp_path: Path,
 ) -> None:

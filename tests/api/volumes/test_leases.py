@@ -22,6 +22,7 @@ async def _until_full(prefix: str, nbytes: int) -> int:
     raise AssertionError("the store is never full")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["overwrite", "delete", "delete and put again"])
 async def test_memory_is_not_reused_while_a_tensor_lives(how):
     """A nearly full store is filled again and again around a tensor that somebody holds."""

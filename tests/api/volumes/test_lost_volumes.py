@@ -90,6 +90,7 @@ async def test_what_only_a_killed_volume_had_is_lost_and_all_else_goes_on(
                 await late.get(gone[1])
 
 
+@pytest.mark.thorough
 async def test_with_copies_nothing_is_lost_until_the_last_one_is() -> None:
     with store_of(ReplicatedStrategy(HashStrategy(), copies=2)) as store:
         async with connected(store) as client:
@@ -133,6 +134,7 @@ async def test_with_copies_nothing_is_lost_until_the_last_one_is() -> None:
             del got
 
 
+@pytest.mark.thorough
 async def test_a_get_turns_to_another_copy_when_a_volume_cannot_be_reached() -> None:
     """The server knows nothing of it: the client asks again, and says which to leave out."""
     with store_of(ReplicatedStrategy(HashStrategy(), copies=2)) as store:

@@ -76,6 +76,7 @@ async def comes_back(store: Store, index: int) -> None:
             await volume.close()
 
 
+@pytest.mark.thorough
 async def test_what_is_deleted_or_replaced_meanwhile_is_not_repaired() -> None:
     """At a rate at which it would take minutes. Accounts are exact at the end."""
     with store_of(COPIES, (64 * MB,) * 3, repair_bandwidth=MB) as store:
@@ -106,6 +107,7 @@ async def test_what_is_deleted_or_replaced_meanwhile_is_not_repaired() -> None:
             assert (await client.stat("k1")).copies == 2
 
 
+@pytest.mark.thorough
 async def test_whatever_is_killed_during_repair() -> None:
     """A copier, then the volume that gets the copies; reads of a program go on all the while."""
     # So slow that it is not over before the last of them is killed.
@@ -156,6 +158,7 @@ async def read_on(client: ts.Client, tensors: dict[str, torch.Tensor]) -> None:
                 continue
 
 
+@pytest.mark.thorough
 async def test_a_target_without_room_gets_what_fits_and_the_rest_later() -> None:
     with store_of(COPIES, (64 * MB, 64 * MB, 24 * MB)) as store:
         async with connected(store) as client:
@@ -182,6 +185,7 @@ async def test_a_target_without_room_gets_what_fits_and_the_rest_later() -> None
                 assert (await client.stat(key)).copies == 2
 
 
+@pytest.mark.thorough
 async def test_no_more_than_the_bandwidth_is_used() -> None:
     """Counted in pages of the volumes' memory that are written to, not in what the store says."""
     rate = 4 * MB

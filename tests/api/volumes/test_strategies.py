@@ -280,6 +280,7 @@ def test_the_names_that_users_know_lead_to_them() -> None:
 # ---- the kit ------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 class TestSingleton(StrategyConformance):
     uses_all = False
 
@@ -287,21 +288,25 @@ class TestSingleton(StrategyConformance):
         return SingletonStrategy()
 
 
+@pytest.mark.thorough
 class TestLocalRank(StrategyConformance):
     def make(self) -> Strategy:
         return LocalRankStrategy(transport="shm")
 
 
+@pytest.mark.thorough
 class TestHost(StrategyConformance):
     def make(self) -> Strategy:
         return HostStrategy(transport=("shm", "inline"))
 
 
+@pytest.mark.thorough
 class TestHash(StrategyConformance):
     def make(self) -> Strategy:
         return HashStrategy()
 
 
+@pytest.mark.thorough
 class TestSpread(StrategyConformance):
     def make(self) -> Strategy:
         return SpreadStrategy()
@@ -312,6 +317,7 @@ class TestReplicated(StrategyConformance):
         return ReplicatedStrategy(HashStrategy(transport="shm"), copies=3)
 
 
+@pytest.mark.thorough
 class TestReplicatedSingleton(StrategyConformance):
     def make(self) -> Strategy:
         return ReplicatedStrategy(SingletonStrategy())

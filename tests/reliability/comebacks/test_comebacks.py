@@ -443,6 +443,7 @@ async def test_the_end_of_a_keeper_is_a_typed_error(both: bool) -> None:
     assert not directory.exists()
 
 
+@pytest.mark.soak  # without a server: test_keeper
 async def test_a_server_that_dies_at_once_again_and_again_is_given_up(store: ts.Client) -> None:
     keeper = keeper_of(await server_pid())
 

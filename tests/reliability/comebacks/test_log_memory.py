@@ -17,7 +17,7 @@ async def test_the_log_is_as_long_as_what_is_there_not_as_what_was_put() -> None
     """It is written anew while values come, and gives back its memory when none come."""
     async with running_store(timeout=30, capacity=64 * MIB):
         put = most = 0
-        while put < 400 * MIB:
+        while put < 200 * MIB:
             for _ in range(700):
                 await ts.put("k", bytes(60_000))
             put += 700 * 60_000

@@ -30,7 +30,7 @@ def full_of(number: int) -> torch.Tensor:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("kills", [12, pytest.param(100, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("kills", [6, pytest.param(100, marks=pytest.mark.soak)])
 async def test_a_put_that_is_killed_never_happened(address: str, kills: int):
     chance = random.Random(7)
     keys = ["a", "b"]

@@ -83,7 +83,9 @@ async def test_a_connect_that_cannot_be_cancelled_holds_nobody_up(
         await until(lambda: bool(_opened) and _opened[0].closed)
 
 
-@pytest.mark.parametrize("block", [(), ("shm", "inline", "tcp")])
+@pytest.mark.parametrize(
+    "block", [(), pytest.param(("shm", "inline", "tcp"), marks=pytest.mark.soak)]
+)
 async def test_a_read_that_cannot_be_cancelled_is_named(
     install: Callable[[dict[str, str]], None],
     caplog: pytest.LogCaptureFixture,

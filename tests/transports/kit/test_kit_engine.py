@@ -6,17 +6,28 @@ from typing import Any, ClassVar
 
 import pytest
 from tests.transports.kit.engine_store import StoreEndpoints
+from tests.transports.kit.in_part import in_part
 
 from torchstore_core.testing import TransportTests
 from torchstore_core.testing.transports.ends.endpoints import Endpoints
 
 
-class TestRpc(TransportTests):
+@in_part
+class TestRpcInPart(TransportTests):
     """``monarch-rpc``: both halves, and the agent of the host; only the engine is missing."""
 
     name = "monarch-rpc"
     hosting = "tests.transports.kit.engine_hosting:RpcHosting"
     stores = False  # plugins/torchstore-monarch/tests has them
+
+
+@pytest.mark.soak
+class TestRpc(TransportTests):
+    """All of it."""
+
+    name = "monarch-rpc"
+    hosting = "tests.transports.kit.engine_hosting:RpcHosting"
+    stores = False
 
 
 @pytest.mark.filterwarnings("ignore:No ibverbs RDMA hardware detected")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from torchstore_core.testing import TransportTests
 
 
-@pytest.mark.quick
 class TestTcp(TransportTests):
     """Its own sockets and threads."""
 

@@ -132,7 +132,6 @@ class PairTests:
 
     # ---- bytes ----------------------------------------------------------------------------
 
-    @pytest.mark.quick
     async def test_every_byte_arrives(self, shared: ts.Client) -> None:
         torch.manual_seed(1)
         for dtype in _DTYPES:
@@ -362,6 +361,7 @@ class PairTests:
             await client.put("t", torch.arange(MB) + 1)
             assert torch.equal(await client.get("t"), torch.arange(MB) + 1)
 
+    @pytest.mark.soak  # anew: the test above
     async def test_a_pair_is_made_anew_though_the_new_half_starts_slowly(self) -> None:
         """As on a busy machine: its process is stopped for a while before it says anything."""
         async with self.store() as client:

@@ -58,7 +58,7 @@ def _inside(space: str) -> str:
         """)
 
 
-@pytest.mark.parametrize("name", ["gloo", "torchcomms"])
+@pytest.mark.parametrize("name", ["gloo", pytest.param("torchcomms", marks=pytest.mark.soak)])
 async def test_two_hosts(name: str, spaces: list[str], tmp_path: Path) -> None:
     """There is no loopback device in either that is up: only the cable leads to the other."""
     if name == "torchcomms" and importlib.util.find_spec(name) is None:

@@ -438,14 +438,17 @@ class Shared(World):
     strategy = "spread"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "seed", "disk"),
     [
-        *((World, seed, 4 << 20) for seed in (0, 1)),
-        *((World, seed, 384 << 10) for seed in (2, 4)),
-        *((Apart, seed, 192 << 10) for seed in (0, 1)),
+        *((World, seed, disk) for seed, disk in ((0, 4 << 20), (2, 384 << 10))),
+        (Apart, 0, 192 << 10),
         *((Shared, seed, disk) for seed, disk in ((0, 4 << 20), (1, 384 << 10))),
         *((AtAUrl, seed, disk) for seed, disk in ((0, 4 << 20), (2, 384 << 10))),
+        pytest.param(World, 1, 4 << 20, marks=pytest.mark.soak),
+        pytest.param(World, 4, 384 << 10, marks=pytest.mark.soak),
+        pytest.param(Apart, 1, 192 << 10, marks=pytest.mark.soak),
     ],
 )
 def test_what_is_on_disk_is_there_again(

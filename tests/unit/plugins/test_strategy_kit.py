@@ -23,6 +23,8 @@ from msgspec.structs import force_setattr
 from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFacts
 from torchstore_core.testing import StrategyConformance, strategies
 
+pytestmark = pytest.mark.thorough
+
 # As somebody reads a configuration who has tried it on one machine.
 RANK = os.environ.get("RANK_OF_THE_KIT")
 

@@ -30,6 +30,8 @@ from torchstore_core.server.spilling.spill_file import SpillFile
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import encode
 
+pytestmark = pytest.mark.thorough
+
 MB = 1 << 20
 
 

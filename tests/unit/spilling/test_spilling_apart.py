@@ -23,6 +23,8 @@ from torchstore_core.server.spilling.spill_file import SpillFile
 from torchstore_core.server.spilling.threads import SpillThreads
 from torchstore_core.wire import messages as m
 
+pytestmark = pytest.mark.thorough
+
 _STEP = 16 << 10  # so far a volume's memory grows until it asks again
 
 
@@ -133,7 +135,10 @@ class _Closes:
             one.close()
 
 
-@pytest.mark.parametrize(("seed", "disk"), [(0, 4 << 20), (1, 384 << 10), (2, 384 << 10)])
+@pytest.mark.parametrize(
+    ("seed", "disk"),
+    [(0, 4 << 20), (1, 384 << 10), pytest.param(2, 384 << 10, marks=pytest.mark.soak)],
+)
 def test_what_is_on_the_disks_of_volumes_is_there_again(
     tmp_path: Path, seed: int, disk: int
 ) -> None:
@@ -146,7 +151,7 @@ def test_what_is_on_the_disks_of_volumes_is_there_again(
             world.close()
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 2))])
 def test_with_a_volume_what_is_on_its_disk_is_lost_and_nothing_else(
     tmp_path: Path, seed: int
 ) -> None:

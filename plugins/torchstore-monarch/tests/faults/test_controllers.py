@@ -151,13 +151,14 @@ async def test_under_load(one_host: Job) -> None:
     await under_load(one_host, 30, random.randrange(1 << 30), _lose_the_controller)
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.soak)])
+@pytest.mark.soak
 @pytest.mark.timeout(900)
-async def test_under_load_on_other_hosts(two_hosts: Job, kills: int) -> None:
+async def test_under_load_on_other_hosts(two_hosts: Job) -> None:
     await two_hosts.root(acts.initialize_on_hosts, {"strategy": "spread", "capacity": 1 << 30})
-    await under_load(two_hosts, kills, random.randrange(1 << 30), _lose_more)
+    await under_load(two_hosts, 30, random.randrange(1 << 30), _lose_more)
 
 
+@pytest.mark.soak
 async def test_it_is_killed_again_before_it_leads(one_host: Job) -> None:
     """As soon as its process is there: the engine sees that after some seconds."""
     await one_host.root(acts.initialize)
@@ -220,6 +221,7 @@ async def test_a_shutdown_meanwhile(one_host: Job, later_s: float) -> None:
     await until(lambda: one_host.processes() <= before and not one_host.directories(), 10)
 
 
+@pytest.mark.soak  # a moment later than in the test above
 async def test_it_is_killed_while_it_is_shut_down(one_host: Job) -> None:
     before = one_host.processes()
     await one_host.root(acts.initialize)
@@ -256,6 +258,7 @@ async def test_the_program_dies_with_it() -> None:
         assert job.directories() == []
 
 
+@pytest.mark.soak  # clients of other hosts wait, as above
 async def test_other_stores_and_other_clients(two_hosts: Job) -> None:
     """Bytes between hosts go through its process, too; and its host has clients of its own."""
     block = ["tcp", "monarch-rdma"]
@@ -288,6 +291,7 @@ async def _try(job: Job, key: str) -> object:
         return None
 
 
+@pytest.mark.soak  # its relay is in the tests of actors that end
 async def test_a_host_without_an_agent() -> None:
     """Its clients have a relay of their own, which nobody but itself knows."""
     with Job(workers=1, hosts=1) as job:

@@ -160,6 +160,7 @@ async def _open_a_relay(stopped: Any) -> str:
     return "it has opened"
 
 
+@pytest.mark.soak  # as the one above calls as another
 async def test_a_process_whose_relay_has_ended_opens_another(away: Job) -> None:
     """Though the engine starts no actor there any more. What is begun too late leaves nothing."""
     await away.root(acts.initialize, ONE_VOLUME)

@@ -144,10 +144,11 @@ async def _can_initialise(job: Job) -> bool:
     return True
 
 
-async def test_a_client_actor(two_hosts: Job) -> None:
-    """Last with that job, which has a worker less after it."""
-    await two_hosts.root(acts.initialize_on_hosts, {"strategy": "host"})
-    await put_hold_and_die(two_hosts)
+@pytest.mark.soak  # so it is on one host: see test_kills
+async def test_a_client_actor() -> None:
+    with Job(workers=1, hosts=2) as job:
+        await job.root(acts.initialize_on_hosts, {"strategy": "host"})
+        await put_hold_and_die(job)
 
 
 async def _get_within(key: str, timeout: float) -> str:
@@ -163,21 +164,20 @@ def _below(pid: int) -> list[int]:
     return [child.pid for child in psutil.Process(pid).children(recursive=True)]
 
 
-async def test_a_whole_host() -> None:
+async def test_a_whole_host(hosts: Job) -> None:
     """Nobody is left there who could say so: a get of what lies there ends in its time, and says
-    what has become of it.
+    what has become of it. Last: the job has a host less after it.
     """
-    with Job(workers=1, hosts=2) as job:
-        await job.root(acts.initialize_on_hosts, {"strategy": "host"})
-        for worker in (0, 1):
-            await job.at(worker, acts.put_ones, f"k{worker}", MB)
-        assert await job.at(0, acts.get_shape, "k1") == ((MB,), [1])
-        host = job.host_pids()[1]
-        pids = {host, *_below(host)}
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        async with within(3.0 + AT_ONCE_S):
-            said = await job.at(0, _get_within, "k1", 3.0)
-        assert said in ("StoreTimeoutError", "TransportUnavailableError", "ObjectLostError")
-        await until(lambda: says_lost(job, 0, "k1"), 25)
-        assert await job.at(0, acts.get_shape, "k0") == ((MB,), [1])
+    await hosts.root(acts.initialize_on_hosts, {"strategy": "host"})
+    for worker in (0, 1):
+        await hosts.at(worker, acts.put_ones, f"k{worker}", MB)
+    assert await hosts.at(0, acts.get_shape, "k1") == ((MB,), [1])
+    host = hosts.host_pids()[1]
+    pids = {host, *_below(host)}
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    async with within(3.0 + AT_ONCE_S):
+        said = await hosts.at(0, _get_within, "k1", 3.0)
+    assert said in ("StoreTimeoutError", "TransportUnavailableError", "ObjectLostError")
+    await until(lambda: says_lost(hosts, 0, "k1"), 25)
+    assert await hosts.at(0, acts.get_shape, "k0") == ((MB,), [1])

@@ -138,6 +138,7 @@ async def _leased_are(job: Job, expected: list[int]) -> bool:
     return bool(await job.root(_leased) == expected)
 
 
+@pytest.mark.soak  # tests/unit/remote/test_relay.py has it without an engine
 async def test_a_relays_clients_read_on_what_lives_on_their_host() -> None:
     """Two agents on a host, each with a relay; a client has mapped memory of both. When one agent
     is killed, its clients' leases on the other's memory stay until they end themselves.

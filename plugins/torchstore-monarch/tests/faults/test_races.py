@@ -333,6 +333,7 @@ async def test_what_does_not_end_is_killed(others_job: Job) -> None:
     await _is_as_before(others_job, before)
 
 
+@pytest.mark.soak  # what does not end is killed above
 async def test_a_shutdown_that_is_not_waited_for(others_job: Job) -> None:
     """The job does not answer in time: nothing is raised, and the store ends all the same."""
     before = _now(others_job)

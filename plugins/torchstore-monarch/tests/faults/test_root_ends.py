@@ -33,13 +33,9 @@ async def _end(job: Job, how: str) -> int:
     return int(status)
 
 
+@pytest.mark.soak  # with other hosts, below, there is more to be ended
 @pytest.mark.parametrize(
-    ("how", "status"),
-    [
-        pytest.param("normally", 0, marks=pytest.mark.soak),
-        pytest.param("exception", 1, marks=pytest.mark.soak),
-        ("kill -9", -signal.SIGKILL),
-    ],
+    ("how", "status"), [("normally", 0), ("exception", 1), ("kill -9", -signal.SIGKILL)]
 )
 async def test_one_host(how: str, status: int) -> None:
     with Job(workers=1) as job:
@@ -63,9 +59,11 @@ async def test_volumes_on_other_hosts() -> None:
         for worker in (0, 1):
             await job.at(worker, acts.put_ones, f"k{worker}", 1 << 20)
         users = {await job.at(i, acts.pid) for i in (0, 1)} | set(job.host_pids())
-        await _end(job, "kill -9")
+        shared = named_memory(job.processes())
+        assert await _end(job, "kill -9") == -signal.SIGKILL
         await until(lambda: job.processes() <= users, _SOON_S)
         await until(lambda: not job.directories(), _SOON_S)
+        assert not [path for path in shared if path.exists()]
 
 
 async def _has_no_maps(job: Job, worker: int) -> bool:

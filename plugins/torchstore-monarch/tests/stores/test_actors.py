@@ -140,28 +140,21 @@ async def test_a_second_initialise_of_a_name_is_refused_wherever_it_is(job_store
 
 
 async def test_several_stores_by_name(job_store: Job) -> None:
-    await job_store.root(acts.initialize, {"store_name": "other"})
+    """One of them is begun in an actor, and ended by another."""
+    await job_store.at(0, acts.initialize, {"store_name": "other"})
     try:
         await job_store.at(0, acts.put, "k", "default")
         await job_store.at(0, acts.put, "k", "other", "other")
         assert await job_store.at(1, acts.get, "k") == "default"
         assert await job_store.at(1, acts.get, "k", "other") == "other"
+        assert await job_store.root(acts.get, "k", "other") == "other"
         assert (await job_store.at(1, acts.status, "other")).store_name == "other"
     finally:
         await job_store.at(1, acts.shutdown, "other")
-    with pytest.raises(ts.StoreClosedError):
-        await job_store.at(0, acts.get, "k", "other")
-    assert await job_store.at(0, acts.get, "k") == "default"
-
-
-async def test_a_store_begun_in_an_actor_and_ended_by_another(job: Job) -> None:
-    await job.at(0, acts.initialize, {"store_name": "actors"})
-    await job.root(acts.put, "k", 1, "actors")
-    assert await job.at(1, acts.get, "k", "actors") == 1
-    await job.at(1, acts.shutdown, "actors")
     for worker in (0, 1):
         with pytest.raises(ts.StoreClosedError):
-            await job.at(worker, acts.get, "k", "actors")
+            await job_store.at(worker, acts.get, "k", "other")
+    assert await job_store.at(0, acts.get, "k") == "default"
 
 
 async def test_initialise_again_after_shutdown(job: Job) -> None:

@@ -174,7 +174,7 @@ async def test_other_strategies_over_hosts(hosts: Job, strategy: str) -> None:
     ("volumes", "on"),
     [
         pytest.param(1, ["host0"], id="1", marks=pytest.mark.soak),
-        pytest.param(3, ["host0", "host1", "host0"], id="3"),
+        pytest.param(3, ["host0", "host1", "host0"], id="3", marks=pytest.mark.soak),
     ],
 )
 async def test_hosts_take_turns(hosts: Job, volumes: int, on: list[str]) -> None:

@@ -46,55 +46,16 @@ async def test_in_processes_of_the_user(job: Job, volumes: int) -> None:
 
 
 async def test_no_mesh_is_processes_of_their_own_on_this_host(job: Job) -> None:
+    """Which are asked for ``prefault=``, too."""
     for worker in (0, 1):  # the engine starts them when they are first asked for something
         await job.at(worker, acts.pid)
     before = job.processes()
-    status = await _started(job, "initialize", num_storage_volumes=2)
+    status = await _started(job, "initialize", num_storage_volumes=2, prefault=64 * MB)
     try:
         pids = {v.pid for v in status.volumes}
         assert len(pids) == 2
         assert not pids & before
         assert pids | {status.controller_pid} <= job.processes()
-    finally:
-        await _end(job)
-    await until(lambda: not job.processes() - before, 10)
-
-
-async def _initialize_with(mesh: object, arguments: Mapping[str, Any]) -> None:
-    await acts.initialize({"mesh": mesh, "store_name": "wrong", **arguments})
-
-
-async def _initialize_with_actors() -> None:
-    from tests.monarch.root import HERE
-
-    await _initialize_with(HERE.actors, {})
-
-
-async def test_what_is_no_mesh_is_refused(job: Job) -> None:
-    with pytest.raises(ts.ConfigurationError, match="ProcMesh or HostMesh"):
-        await job.root(_initialize_with_actors)
-    with pytest.raises(ts.ConfigurationError, match="'monarch' takes no mesh that is a str"):
-        await job.root(_initialize_with, "hosts", {"runtime": "monarch"})
-    with pytest.raises(ts.PluginError, match="torchstore-monarch"):
-        await job.root(_initialize_with, 5, {})
-    # The name is free, and so is what was begun.
-    await _started(job, "initialize")
-    await _end(job)
-
-
-async def test_a_store_that_cannot_start_leaves_nothing(job: Job) -> None:
-    await job.at(0, acts.pid)
-    before = job.processes(), set(job.directories())
-    with pytest.raises(ts.TorchStoreError, match="bytes of shared memory"):
-        await job.root(acts.initialize, {"capacity": 1 << 62, "store_name": "mesh"})
-    await until(lambda: (job.processes(), set(job.directories())) == before, 10)
-    await _started(job, "initialize")
-    await _end(job)
-
-
-async def test_prefault_is_asked_of_volumes_in_other_processes(job: Job) -> None:
-    await _started(job, "initialize", num_storage_volumes=2, prefault=64 * MB)
-    try:
 
         async def warm() -> bool:
             status = await job.root(acts.status, "mesh")
@@ -103,8 +64,38 @@ async def test_prefault_is_asked_of_volumes_in_other_processes(job: Job) -> None
         await until(warm, 20)
     finally:
         await _end(job)
+    await until(lambda: not job.processes() - before, 10)
 
 
+async def _initialize_with(mesh: object, arguments: Mapping[str, Any]) -> None:
+    await acts.initialize({"mesh": mesh, "store_name": "mesh", **arguments})
+
+
+async def _initialize_with_actors() -> None:
+    from tests.monarch.root import HERE
+
+    await _initialize_with(HERE.actors, {})
+
+
+async def test_what_cannot_start_is_refused_and_leaves_nothing(job: Job) -> None:
+    """No mesh, or not enough memory."""
+    await job.at(0, acts.pid)
+    before = job.processes(), set(job.directories())
+    with pytest.raises(ts.ConfigurationError, match="ProcMesh or HostMesh"):
+        await job.root(_initialize_with_actors)
+    with pytest.raises(ts.ConfigurationError, match="'monarch' takes no mesh that is a str"):
+        await job.root(_initialize_with, "hosts", {"runtime": "monarch"})
+    with pytest.raises(ts.PluginError, match="torchstore-monarch"):
+        await job.root(_initialize_with, 5, {})
+    with pytest.raises(ts.TorchStoreError, match="bytes of shared memory"):
+        await job.root(acts.initialize, {"capacity": 1 << 62, "store_name": "mesh"})
+    await until(lambda: (job.processes(), set(job.directories())) == before, 10)
+    # The name is free, and so is what was begun.
+    await _started(job, "initialize")
+    await _end(job)
+
+
+@pytest.mark.soak  # the benchmark of jobs measures it
 async def test_initialise_is_quick(job: Job) -> None:
     """On a running job; the target of a quiet machine is 1 s."""
     best = 1e9

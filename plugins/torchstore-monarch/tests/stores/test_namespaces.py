@@ -104,6 +104,7 @@ def _marked(mark: str, without: set[int]) -> set[int]:
     return found
 
 
+@pytest.mark.soak  # the tests of cables have one, too
 async def test_a_store_over_networks(apart: Job) -> None:
     await apart.root(acts.initialize_on_hosts, {"strategy": "host"})
     try:
@@ -129,6 +130,7 @@ async def _socket() -> str:
     return session.address
 
 
+@pytest.mark.soak  # on one host: the command's tests of links
 async def test_both_sides_of_a_link_between_networks(
     apart: Job, spaces: tuple[Namespace, Namespace]
 ) -> None:

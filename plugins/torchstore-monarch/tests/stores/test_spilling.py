@@ -115,6 +115,7 @@ async def _lost(key: str, count: int) -> list[str]:
     return said
 
 
+@pytest.mark.soak  # without an engine: test_attached_spilling
 async def test_a_volume_that_is_killed_while_it_spills(two_hosts: Job, tmp_path: Path) -> None:
     """What is in its memory, or on its disk, is lost, and nothing else."""
     await two_hosts.root(acts.initialize_on_hosts, {**SPILLS, "spill": str(tmp_path)})

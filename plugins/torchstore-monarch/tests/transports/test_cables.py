@@ -331,7 +331,7 @@ async def test_values_of_every_kind_on_bad_networks(cables: Cables, tmp_path: Pa
 @_TCP
 @pytest.mark.parametrize(
     "what",
-    ["put", "get", *(pytest.param(each, marks=pytest.mark.soak) for each in ("late put", "tree"))],
+    ["put", *(pytest.param(each, marks=pytest.mark.soak) for each in ("get", "late put", "tree"))],
 )
 async def test_all_cables_are_pulled_for_5_s_in_the_middle(stored: Cables, what: str) -> None:
     """Nobody reaches anybody meanwhile. A late put has less time than that, and fails."""

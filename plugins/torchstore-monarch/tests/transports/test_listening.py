@@ -42,7 +42,7 @@ def two_cables(spaces: tuple[Namespace, Namespace]) -> tuple[Namespace, Namespac
 @pytest.fixture(
     params=[
         pytest.param("", id="as the engine says", marks=pytest.mark.soak),
-        pytest.param("eth1", id="as the user says"),
+        pytest.param("eth1", id="as the user says", marks=pytest.mark.soak),
     ]
 )
 def job(

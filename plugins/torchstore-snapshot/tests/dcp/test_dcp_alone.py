@@ -96,6 +96,7 @@ def test_every_dtype_shape_and_stride(tmp_path: Path, store: ts.Client) -> None:
             assert torch.equal(wanted[name].contiguous().view(-1).view(torch.uint8), stored), name
 
 
+@pytest.mark.quick
 def test_a_checkpoint_restores_objects_and_a_take_loads(tmp_path: Path) -> None:
     model, optimizer = trained()
     state = {"model": model.state_dict(), "optim": optimizer.state_dict(), "step": 3}

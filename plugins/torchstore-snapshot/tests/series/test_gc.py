@@ -36,7 +36,7 @@ def names(path: Path | str) -> list[str]:
     return sorted(info.name for info in open_storage(path).list())
 
 
-@pytest.fixture(params=["files", "objects"])
+@pytest.fixture(params=["files", pytest.param("objects", marks=pytest.mark.soak)])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "files":
         yield str(tmp_path)
@@ -45,6 +45,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         yield f"s3://{_server.BUCKET}/series"
 
 
+@pytest.mark.parametrize("place", ["files", "objects"], indirect=True)
 def test_a_running_take_is_left_alone(place: str) -> None:
     Snapshot.take(f"{place}/0", state(0), fsync=False)
     running = prepare(f"{place}/1", state(1), Ranks.alone(), None, TakeOptions(fsync=False))
@@ -214,6 +215,7 @@ await asyncio.sleep(60)
 """
 
 
+@pytest.mark.parametrize("place", ["files", "objects"], indirect=True)
 async def test_a_take_that_is_killed(place: str) -> None:
     Snapshot.take(f"{place}/0", state(0), fsync=False)
     remote = place.startswith("s3")

@@ -24,7 +24,7 @@ from torchstore_snapshot.series.survey import Place
 from torchstore_snapshot.storage.opening import open_storage
 
 
-@pytest.fixture(params=["files", "memory", "objects"])
+@pytest.fixture(params=["files", "memory", pytest.param("objects", marks=pytest.mark.soak)])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """A folder for a series."""
     if request.param == "files":
@@ -55,6 +55,7 @@ def holds(path: str, expected: StateDict) -> bool:
     )
 
 
+@pytest.mark.quick
 def test_only_what_changed_is_written(place: str) -> None:
     Snapshot.take(f"{place}/0", {"m": state()}, fsync=False)
     Snapshot.take(f"{place}/1", {"m": state({3: -1.0, 70: -2.0})}, base=f"{place}/0", fsync=False)
@@ -97,6 +98,7 @@ def test_what_is_referred_to_stays(place: str) -> None:
     assert gc(place, grace=0).files == ()
 
 
+@pytest.mark.parametrize("place", ["files", "memory", "objects"], indirect=True)
 def test_overwriting_what_others_refer_to(place: str) -> None:
     Snapshot.take(f"{place}/0", {"m": state()}, fsync=False)
     Snapshot.take(f"{place}/1", {"m": state({3: -1.0})}, base=f"{place}/0", fsync=False)
@@ -134,6 +136,7 @@ def test_bases_that_cannot_be_used(tmp_path: Path) -> None:
     assert Place.at(str(tmp_path / "a")).folder("1").list() == []
 
 
+@pytest.mark.parametrize("place", ["files", "memory", "objects"], indirect=True)
 def test_a_series(place: str) -> None:
     series = Series(place, keep_last=2)
     with pytest.raises(SnapshotNotFoundError):

@@ -80,7 +80,7 @@ def test_a_take_finds_out_that_it_was_committed(
 
 @pytest.mark.parametrize(
     ("act", "overwrite"),
-    [(take, True), (async_take, False), (save, False)],
+    [pytest.param(take, True, marks=pytest.mark.soak), (async_take, False), (save, False)],
     ids=["take", "async_take", "save"],
 )
 def test_what_may_still_be_committed_stays(

@@ -132,7 +132,11 @@ def unknown_server(
     return {}
 
 
-@pytest.mark.parametrize("unknown_server", ["configuration", "options"], indirect=True)
+@pytest.mark.parametrize(
+    "unknown_server",
+    ["options", pytest.param("configuration", marks=pytest.mark.soak)],
+    indirect=True,
+)
 def test_settings_of_the_program(unknown_server: dict[str, Any], tmp_path: Path) -> None:
     """They also reach the process that writes."""
     hurried_writer(tmp_path / "local")

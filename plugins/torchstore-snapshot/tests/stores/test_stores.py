@@ -17,6 +17,7 @@ from torchstore_snapshot.taking.planning import holdings, split_work
 from torchstore_snapshot.taking.sharing import plan_store_files
 
 
+@pytest.mark.quick
 async def test_a_store_comes_back_with_its_versions(store: ts.Client, tmp_path: Path) -> None:
     large = torch.randn(300, 400)
     await store.put("w", torch.zeros(1))
