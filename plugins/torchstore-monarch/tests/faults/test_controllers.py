@@ -258,7 +258,6 @@ async def test_the_program_dies_with_it() -> None:
         assert job.directories() == []
 
 
-@pytest.mark.soak  # clients of other hosts wait, as above
 async def test_other_stores_and_other_clients(two_hosts: Job) -> None:
     """Bytes between hosts go through its process, too; and its host has clients of its own."""
     block = ["tcp", "monarch-rdma"]

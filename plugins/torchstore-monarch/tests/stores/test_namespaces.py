@@ -130,7 +130,6 @@ async def _socket() -> str:
     return session.address
 
 
-@pytest.mark.soak  # on one host: the command's tests of links
 async def test_both_sides_of_a_link_between_networks(
     apart: Job, spaces: tuple[Namespace, Namespace]
 ) -> None:
