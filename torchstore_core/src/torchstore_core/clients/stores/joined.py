@@ -12,6 +12,7 @@ from torchstore_core.clients.calls.incarnations import Renewed
 from torchstore_core.clients.session.handshake import Ranks
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.stores.environment import (
+from torchstore_core.clients.stores import discovery
     DEFAULT_NAME,
     inherited_address,
     lock,
@@ -140,6 +141,10 @@ class JoinedStore:
             ) from error
         with lock:
             session = self._session
+            if self.connected and not self._incarnation:
+                raise StoreClosedError(
+                    f"{error.message}. {discovery.where_else()}", details=error.details
+                ) from error
             if session is not None and session.usable:
                 made.close()  # another thread was faster
                 return session
