@@ -291,7 +291,10 @@ ALIKE = {
 async def few_names(shared):
     layers = {f"layer.{i}.{name}": i for i in range(40) for name in ("weight", "bias")}
     await ts.put_state_dict(layers, "policy")
-    await ts.put_batch({"optimizer": 1, ".torchstore-optimiser": 2, "far/from/all": 3})
+    hidden = ".torchstore-optimiser"
+    await ts.put_batch({"optimizer": 1, hidden: 2, "far/from/all": 3})
+    yield
+    await ts.delete(hidden)
 
 
 @pytest.mark.parametrize("case", ALIKE)

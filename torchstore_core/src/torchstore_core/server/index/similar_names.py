@@ -61,17 +61,19 @@ def _ends_alike(one: str, other: str) -> float:
 
 
 def _likeness(one: str, other: str) -> float:
-    """Which part of two names is the same, see ``difflib``.
+    """Which part of two names is the same, see ``difflib``, if that is enough to be alike.
 
     >>> _likeness("policy/wieght", "policy/weight") > 0.9, _likeness("a", "b")
     (True, 0.0)
     """
     before, after = _ends(one, other)
-    inner = one[before : len(one) - after], other[before : len(other) - after]
-    same = 0
-    if max(map(len, inner)) <= _LONGEST_PART:
-        blocks = SequenceMatcher(None, *inner, False).get_matching_blocks()
-        same = sum(block.size for block in blocks)
+    a, b = one[before : len(one) - after], other[before : len(other) - after]
+    least = _LEAST_ALIKE * (len(one) + len(other)) / 2 - before - after
+    same = sum([min(a.count(letter), b.count(letter)) for letter in {*a}])  # at most
+    if same >= least:
+        short = max(len(a), len(b)) <= _LONGEST_PART
+        blocks = SequenceMatcher(None, a, b, False).get_matching_blocks() if short else ()
+        same = sum([block.size for block in blocks])
     return 2 * (before + after + same) / (len(one) + len(other))
 
 
