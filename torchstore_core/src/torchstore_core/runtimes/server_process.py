@@ -243,10 +243,14 @@ def _argument(config: Mapping[str, object]) -> str:
     """The options of a server, as an argument of its command: in ASCII, since the locale may have
     nothing else.
     """
-    encoded = json.dumps(msgspec.to_builtins(config))
+    encoded = _ascii(config)
     if len(encoded) > _LONGEST_ARGUMENT:  # with thousands of folders in sys.path
-        encoded = json.dumps(msgspec.to_builtins({**config, "installed": None}))  # it finds them
+        encoded = _ascii({**config, "installed": None})  # it finds them itself
     return encoded
+
+
+def _ascii(config: Mapping[str, object]) -> str:
+    return json.dumps(msgspec.to_builtins(config), separators=(",", ":"))
 
 
 def _for_url(url: str) -> dict[str, str]:
