@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from difflib import SequenceMatcher
 from heapq import nlargest
 from itertools import islice
 
@@ -71,6 +70,8 @@ def _likeness(one: str, other: str) -> float:
     least = _LEAST_ALIKE * (len(one) + len(other)) / 2 - before - after
     same = sum([min(a.count(letter), b.count(letter)) for letter in {*a}])  # at most
     if same >= least:
+        from difflib import SequenceMatcher  # here: most servers never need it
+
         short = max(len(a), len(b)) <= _LONGEST_PART
         blocks = SequenceMatcher(None, a, b, False).get_matching_blocks() if short else ()
         same = sum([block.size for block in blocks])
