@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import asyncio
+import ctypes
 import gc
 import os
 import signal
@@ -17,6 +18,9 @@ from tests.processes import run_script
 from tests.support import at_rest, halt, resume, running_store, turn, used
 
 import torchstore_core as ts
+from torchstore_core.clients.session.allocation import Allocation, is_allocated
+from torchstore_core.contracts.transport import Mapping
+from torchstore_core.values import TensorMeta
 
 
 async def test_a_put_that_fails_leaves_the_tensor_its_bytes():
@@ -145,3 +149,23 @@ async def test_ctrl_c_as_one_dies_that_was_not_put_is_not_lost_nor_is_the_memory
             signal.signal(signal.SIGINT, before)
         await at_rest(client)
         assert await used() == 0
+
+
+def test_where_one_was_that_has_died_nothing_is_mapped():
+    """There may be other memory by now; that it has died is known a moment later."""
+    mapped: list[object] = []
+
+    class Link:
+        def make_private(self, *what: object) -> None:
+            mapped.append(what)
+
+    owner = (ctypes.c_char * 4096)()
+    address = ctypes.addressof(owner)
+    meta, mapping = TensorMeta("uint8", (4096,)), Mapping(address, 0, 4096, owner)
+    known = Allocation(1, meta, (0, 0, 0), Link(), mapping)
+    assert is_allocated(address)
+    del owner, mapping
+    assert not is_allocated(address)
+    known.leave()
+    known.leave_in_child()
+    assert mapped == []
