@@ -50,6 +50,15 @@ async def told(pipe: Connection, timeout: float = 180.0) -> Any:
     return await asyncio.to_thread(receive)
 
 
+async def work_for(pipe: Connection) -> None:
+    """A worker of a pool: get what it is told to, a key or a reference, until it is told None."""
+    while (what := await told(pipe)) is not None:
+        try:
+            pipe.send(await ts.get(what))
+        except ts.TorchStoreError as error:
+            pipe.send((error.code, error.message))
+
+
 # ---- torn reads ---------------------------------------------------------------------------
 
 
@@ -182,7 +191,7 @@ async def wait_for_ever(pipe: Connection, address: str) -> None:
 
 def own(pipe: Connection, way: str) -> None:
     """Start a store and hold it: alone, beside forked children, from a thread that ended, or
-    without a keeper.
+    without a keeper, or with one that will be stopped.
     """
 
     async def start() -> tuple[int, str]:

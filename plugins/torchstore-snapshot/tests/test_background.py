@@ -280,3 +280,15 @@ async def test_a_program_that_ends_waits_for_its_snapshots(tmp_path: Path) -> No
     """
     await run_script(body, fresh=True)
     assert Snapshot(tmp_path / "s").read_object("m/w").tolist() == [1, 1, 1]
+
+
+async def test_a_path_of_thousands_of_folders_fits(tmp_path: Path) -> None:
+    """As of programs that are built by Bazel: no variable of an environment may be so long."""
+    out = await run_script(f"""
+    from torchstore_snapshot import Snapshot, StateDict
+    sys.path += [f"/missing/{{number:0>99}}" for number in range(1500)]
+    state = {{"m": StateDict(w=torch.arange(1 << 18))}}
+    taken = Snapshot.async_take({str(tmp_path / "s")!r}, state, fsync=False).wait(100)
+    print(torch.equal(taken.get_state_dict_for_key("m")["w"], state["m"]["w"]))
+    """)
+    assert out.split() == ["True"]

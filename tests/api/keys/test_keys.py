@@ -275,3 +275,45 @@ async def test_what_is_iterable_in_name_only_is_refused(shared, call):
     """A tensor without dimensions has the method, which raises a TypeError."""
     with pytest.raises(ts.UnsupportedValueError, match=r"list of .*, not tensor"):
         await getattr(ts, call)(torch.tensor(1))
+
+
+ALIKE = {
+    "a letter too many": ("policy/layer.0.weightt", "policy/layer.0.weight"),
+    "two letters changed": ("policy/layer.0.wieght", "policy/layer.0.weight"),
+    "another state dict": ("polizy/layer.1.bias", "policy/layer.1.bias"),
+    "the name of an entry alone": ("layer.1.bias", "policy/layer.1.bias"),
+    "a state dict": ("Policy", "policy"),
+    "a key": ("optimiser", "optimizer"),
+}
+
+
+@pytest.fixture
+async def few_names(shared):
+    layers = {f"layer.{i}.{name}": i for i in range(40) for name in ("weight", "bias")}
+    await ts.put_state_dict(layers, "policy")
+    hidden = ".torchstore-optimiser"
+    await ts.put_batch({"optimizer": 1, hidden: 2, "far/from/all": 3})
+    yield
+    await ts.delete(hidden)
+
+
+@pytest.mark.parametrize("case", ALIKE)
+async def test_a_missing_key_is_told_of_names_like_it(few_names, case):
+    key, meant = ALIKE[case]
+    for call in (ts.get(key), ts.stat(key), ts.get_batch([key, "optimizer"])):
+        with pytest.raises(ts.KeyNotFoundError) as caught:
+            await call
+        assert f"no such key: {key!r}; did you mean {meant!r}" in str(caught.value)
+        assert caught.value.details["similar"][0] == meant
+        assert not [name for name in caught.value.details["similar"] if name.startswith(".")]
+    with pytest.raises(ts.KeyNotFoundError, match=f"{meant!r}.* instead of the first") as caught:
+        await ts.get_batch([key, "there is none"])
+    assert caught.value.details["missing"] == [key, "there is none"]
+
+
+async def test_what_is_like_no_other_key_is_only_missing(few_names):
+    for key in ("nothing", "policies of others/w", "k" * 4096):
+        with pytest.raises(ts.KeyNotFoundError) as caught:
+            await ts.get(key)
+        assert caught.value.message == f"no such key: {key!r}"
+        assert caught.value.details == {"missing": [key]}

@@ -289,6 +289,29 @@ async def test_an_entry_that_is_not_there_is_a_missing_key(shared):
     assert caught.value.details["missing"] == ["k/x", "other"]
 
 
+@pytest.mark.parametrize("first", ["key", "state dict"])
+async def test_a_key_comes_before_an_entry_of_its_name(shared, k, first):
+    """Whichever was put first; the state dict is what it was."""
+    name, both = f"{k}/w", [lambda: ts.put(f"{k}/w", 2), lambda: ts.put_state_dict({"w": 1}, k)]
+    for put in both if first == "key" else both[::-1]:
+        await put()
+    assert await ts.get(name) == (await ts.get_batch([name]))[name] == 2
+    assert await ts.get_state_dict(k) == {"w": 1}
+    assert await ts.keys(k) == [k, name]
+    await ts.put_state_dict({"w": 3}, k)
+    ref = await ts.put(name, 4)
+    assert ref.version == 2 == await ts.latest_version(name) == (await ts.stat(name)).version
+    assert (await ts.wait(name))[name] == ref
+    assert (await ts.get(name), await ts.get_state_dict(k)) == (4, {"w": 3})
+    await ts.delete(name)
+    assert await ts.get(name) == 3
+    assert (await ts.stat(name)).version == 2 == await ts.latest_version(k)
+    await ts.put(name, 5)
+    await ts.delete(k)
+    assert await ts.get(name) == 5
+    assert await ts.keys(k) == [name]
+
+
 async def test_entries_of_a_version_that_is_gone_are_gone(shared):
     first = await ts.put_state_dict({"w": torch.ones(2), "old": 1}, "k")
     second = await ts.put_state_dict({"w": torch.zeros(2)}, "k")

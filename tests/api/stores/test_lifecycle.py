@@ -6,6 +6,9 @@ import asyncio
 import copy
 import os
 import pickle
+import re
+import socket
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -284,6 +287,12 @@ async def test_connect_to_what_is_not_there(tmp_path, store):
     for address in (f"unix:{tmp_path}/none.sock", "tcp:1.2.3.4:5", "", "nonsense"):
         with pytest.raises(ts.StoreClosedError):
             await ts.connect(address, store_name="other", timeout=5)
+    with pytest.raises(ts.StoreClosedError) as caught:
+        await ts.connect(f"{tmp_path}/none.sock", store_name="other", timeout=5)
+    # It said to call `connect(address)`.
+    said = f"no store at unix:{tmp_path}/none.sock: .*No such file.*stores of this user.* at .*"
+    assert re.match(said + re.escape(repr(store.address)), caught.value.message)
+    assert "connect(" not in caught.value.message
     with pytest.raises(ts.StoreClosedError, match=r"that is a folder.*'control\.sock'"):
         await ts.connect(str(tmp_path), store_name="other", timeout=5)
     with pytest.raises(ts.ConfigurationError, match=r"'other'; a name is given as store_name="):
@@ -296,6 +305,17 @@ async def test_connect_to_what_is_not_there(tmp_path, store):
     with pytest.raises(ts.StoreClosedError):
         await ts.keys(store_name="other")
     await ts.put("k", 1)
+
+
+async def test_connect_where_no_store_runs(monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as base, socket.socket(socket.AF_UNIX) as killed:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", base)
+        folder = Path(base, "torchstore", "killed")
+        folder.mkdir(parents=True)
+        folder.parent.chmod(0o700)
+        killed.bind(f"{folder}/control.sock")
+        with pytest.raises(ts.StoreClosedError, match=r"No store of this user.*`torchstore serve`"):
+            await ts.connect(f"{folder}/control.sock")
 
 
 async def test_connecting_to_the_own_store_changes_nothing(store):

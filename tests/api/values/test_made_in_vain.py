@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
+import ctypes
 import gc
 import os
 import signal
+import threading
 
 import pytest
 import torch
 from tests.api.values.test_made_in_place import NUMEL, made, unfinished
+from tests.api.values.test_zero_copy import CtrlC
 from tests.processes import run_script
 from tests.support import at_rest, halt, resume, running_store, turn, used
 
 import torchstore_core as ts
+from torchstore_core.clients.session.allocation import Allocation, is_allocated
+from torchstore_core.contracts.transport import Mapping
+from torchstore_core.values import TensorMeta
 
 
 async def test_a_put_that_fails_leaves_the_tensor_its_bytes():
@@ -125,3 +132,40 @@ async def test_a_session_that_has_ended_leaves_what_was_not_put():
 async def _until_it_fails() -> None:
     while True:
         await ts.put("t", 1)
+
+
+async def test_ctrl_c_as_one_dies_that_was_not_put_is_not_lost_nor_is_the_memory():
+    """It was raised in the finalizer, from where nobody gets it: the put was never undone."""
+    async with running_store() as client:
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            dying = [await made(1), threading.Event()]  # the last one dies first
+            ctrl_c = CtrlC(dying[1], _thread.interrupt_main)
+            assert await unfinished()
+            with pytest.raises(KeyboardInterrupt):
+                dying.clear()
+            assert ctrl_c() is None
+        finally:
+            signal.signal(signal.SIGINT, before)
+        await at_rest(client)
+        assert await used() == 0
+
+
+def test_where_one_was_that_has_died_nothing_is_mapped():
+    """There may be other memory by now; that it has died is known a moment later."""
+    mapped: list[object] = []
+
+    class Link:
+        def make_private(self, *what: object) -> None:
+            mapped.append(what)
+
+    owner = (ctypes.c_char * 4096)()
+    address = ctypes.addressof(owner)
+    meta, mapping = TensorMeta("uint8", (4096,)), Mapping(address, 0, 4096, owner)
+    known = Allocation(1, meta, (0, 0, 0), Link(), mapping)
+    assert is_allocated(address)
+    del owner, mapping
+    assert not is_allocated(address)
+    known.leave()
+    known.leave_in_child()
+    assert mapped == []

@@ -175,7 +175,7 @@ async def test_small_and_in_place_gets_lease_nothing(shared):
     assert filled.all()
 
 
-class _CtrlC(weakref.ref):
+class CtrlC(weakref.ref):
     """What its callback, which is in C, takes for the number of a signal."""
 
     def __index__(self) -> int:
@@ -199,7 +199,7 @@ async def test_ctrl_c_as_a_tensor_dies_is_not_lost_nor_is_the_memory(shared):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         dying = [await ts.get("t"), threading.Event()]  # the last one dies first
-        ctrl_c, address = _CtrlC(dying[1], _thread.interrupt_main), dying[0].data_ptr()
+        ctrl_c, address = CtrlC(dying[1], _thread.interrupt_main), dying[0].data_ptr()
         assert _is_mapped(address)
         with pytest.raises(KeyboardInterrupt):
             dying.clear()

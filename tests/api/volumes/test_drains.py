@@ -319,3 +319,29 @@ async def test_pinned_values_stay_where_there_is_no_room_although_others_are_spi
         for i in range(4):
             assert torch.equal(await client.get(f"pinned{i}"), data(i, 9 * MB))
             assert torch.equal(await client.get(f"cold{i}"), data(10 + i, 3 * MB))
+
+
+async def test_what_copies_wait_for_is_said(tmp_path: Path) -> None:
+    """It said how much was left, and not that a reader had the room."""
+    async with running_store(
+        num_storage_volumes=2, capacity=64 * MB, strategy="spread", spill=tmp_path
+    ) as client:
+        await client.put("pinned", data(1, 20 * MB))
+        await client.put("read", data(2, 28 * MB), when_full="spillable")
+        held = await client.get("read")
+        name = await volume_of(client, "pinned")
+        assert name != await volume_of(client, "read")
+        report = await client.drain(name, wait=False)
+
+        async def waits() -> bool:
+            nonlocal report
+            report = await client.drain(name, wait=False)
+            return "readers held" in report.why
+
+        await until(waits)
+        assert (report.stuck_values, report.done) == (0, False)
+        assert f"the next copies wait: {report.why}" in str(report)
+        del held
+        gc.collect()
+        assert (await client.drain(name, timeout=REPAIRED_S)).done
+        assert (await client.drain(name, wait=False)).why == ""

@@ -36,6 +36,7 @@ from tests.reliability.harness import (
 from tests.support import halt, named_memory, running_store, until
 
 import torchstore_core as ts
+from torchstore_core.machine.processes import stat_fields
 from torchstore_core.testing.timers import within
 
 # Far less than any time-out here, however busy the machine is.
@@ -176,7 +177,7 @@ async def test_nothing_is_left_of_a_killed_server():
         assert torch.equal(await ts.get("b"), held)
 
 
-@pytest.mark.parametrize("way", ["alone", "forked", "thread"])
+@pytest.mark.parametrize("way", ["alone", "forked", "thread", "stopped keeper"])
 async def test_the_server_ends_when_its_owner_is_killed(way: str):
     with Child(children.own, way) as owner:
         server, address, forked = await owner.said()
@@ -184,6 +185,8 @@ async def test_the_server_ends_when_its_owner_is_killed(way: str):
             owner.tell("still there?")
             assert await owner.said() == [0, 1, 2, 3, 4]
             assert is_running(server)
+            if way == "stopped keeper":
+                await halt(int(stat_fields(server)[1]))
             owner.kill()
             await until(lambda: not is_running(server), AT_ONCE_S)
             assert all(is_running(pid) for pid in forked)

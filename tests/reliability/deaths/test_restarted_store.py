@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 import torch
 from tests.processes import fork_server
-from tests.support import until
+from tests.reliability import children
+from tests.reliability.harness import Child
+from tests.support import SMALL, running_store, until
 
 import torchstore_core as ts
 from torchstore_core.clients.calls.clock import Clock
@@ -285,3 +287,30 @@ async def test_the_incarnation_is_that_of_the_memory(served: Served, joined: Any
         served.again()
         seen.add((await retried(ts.status)).incarnation)
     assert len(seen) == 3
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn", "fast"])
+async def test_a_worker_goes_on_with_its_parents_next_store(start: str):
+    """It looked for the store at the address of the first one for ever."""
+    async with running_store():
+        ref = await ts.put("w", 1)
+        if start == "fork":
+            await asyncio.to_thread(ts.blocking.get, "w")
+        worker = Child(children.work_for, start=start)
+        with worker:
+            for what, expected in (("w", 1), (ref, 1)):
+                worker.tell(what)
+                assert await worker.said(180) == expected
+            await ts.shutdown()
+            worker.tell("w")
+            code, message = await worker.said()
+            assert code == "store-closed", message
+            await ts.initialize(**SMALL)
+            await ts.put("w", 2)
+            worker.tell("w")
+            assert await worker.said() == 2
+            worker.tell(ref)
+            code, message = await worker.said()
+            assert (code, "of incarnation" in message) == ("version-gone", True)
+            worker.tell(None)
+            await worker.ended()

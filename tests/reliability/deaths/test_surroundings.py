@@ -271,6 +271,31 @@ async def test_a_path_of_thousands_of_folders_fits(monkeypatch: pytest.MonkeyPat
         assert (await client.explain(MB))[0]["chosen"] == "shm"
 
 
+async def test_names_in_any_script_where_the_locale_has_only_ascii(monkeypatch: pytest.MonkeyPatch):
+    """The name of the store could not be an argument of a command."""
+    for name, setting in (("LC_ALL", "C"), ("PYTHONCOERCECLOCALE", "0"), ("PYTHONUTF8", "0")):
+        monkeypatch.setenv(name, setting)
+    out = await run_script(
+        fresh=True,
+        body="""
+    assert (sys.flags.utf8_mode, sys.getfilesystemencoding()) == (0, "ascii")
+    name = "\\N{LATIN SMALL LETTER E WITH ACUTE}\\N{FOX FACE}"
+    client = await ts.initialize(store_name=name, capacity=8 << 20, prefault=0)
+    await ts.put(name, {name: name}, store_name=name)
+    other = await ts.connect(client.address, store_name="other")
+    assert (await other.status()).store_name == name
+    assert await other.get(name) == {name: name}
+    try:
+        await ts.get(name + "?", store_name=name)
+    except ts.KeyNotFoundError as error:
+        assert name in error.message
+    await ts.shutdown(name)
+    print("done")
+""",
+    )
+    assert out.split() == ["done"]
+
+
 async def test_what_a_site_prints_is_not_the_word_of_the_server(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):

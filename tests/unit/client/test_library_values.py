@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 from typing import Any
 
 import msgspec
@@ -176,3 +177,38 @@ def test_what_nobody_has_encoded_is_refused(forged: object) -> None:
     data = msgspec.msgpack.encode(msgspec.msgpack.Ext(8, msgspec.msgpack.encode(forged)))
     with pytest.raises(UnsupportedValueError, match="cannot be rebuilt here"):
         decode_object("k", ObjectMeta("msgpack"), data, allow_pickle=False)
+
+
+VIEWS = [
+    memoryview(b"bytes"),
+    memoryview(bytearray(b"may be written to")),
+    memoryview(bytes(2 * LARGE)),
+    memoryview(bytearray(2 * LARGE))[5:],
+    memoryview(array.array("d", [1.5, -2.0])),
+    memoryview(np.arange(6, dtype=np.int32).reshape(2, 3)),
+    memoryview(np.array(7.0)),
+]
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=lambda view: f"{view.format}{view.shape}")
+def test_views_of_memory(view: memoryview) -> None:
+    """They were pickled, and came back as bytes; without cloudpickle they were refused."""
+    for got in (again(view), again({"a": [(view, 1)]})["a"][0][0]):
+        assert type(got) is memoryview
+        assert (got.format, got.shape, got.readonly) == (view.format, view.shape, view.readonly)
+        assert got == view
+    if not view.readonly:
+        again(view).cast("B")[0] = 9
+        assert view.tobytes() != b"\t"
+    with pytest.raises(UnsafeObjectError):  # two places that share what is written to one
+        again([view, view])
+
+
+def test_views_that_cannot_be_made_again_are_no_plain_data() -> None:
+    released = memoryview(b"gone")
+    released.release()
+    for view in (memoryview(b"abcd")[::2], released, memoryview(b"")):
+        with pytest.raises(UnsafeObjectError):
+            again(view)
+    with pytest.raises(UnsupportedValueError, match="released"):
+        encode_object("k", released, allow_pickle=True)

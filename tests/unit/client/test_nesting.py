@@ -188,10 +188,23 @@ def test_endless_nesting_is_refused():
     assert _names(deep) == ["x." * 63 + "w"]
     with pytest.raises(ts.UnsupportedValueError, match="nested deeper than 64"):
         flatten("k", {"x": deep})
+
+
+def test_what_contains_itself_is_refused_and_says_where():
     circle: dict[str, Any] = {"w": T}
     circle["self"] = circle["again"] = circle
-    with pytest.raises(ts.UnsupportedValueError, match="nested deeper than 64"):
+    with pytest.raises(
+        ts.UnsupportedValueError, match=r"'k': the state dict contains itself, at 'self': .*leave"
+    ):
         flatten("k", circle)
+    inner: list[Any] = [T]
+    inner.append({"back": inner})
+    for sd, where in (({"a": {"b": inner}}, "a.b"), ({"b": T, "a": [T, inner]}, "a.1")):
+        message = f"what is at '{where}' contains itself, at '{where}.1.back'"
+        with pytest.raises(ts.UnsupportedValueError, match=message):
+            flatten("k", sd)
+    twice = {"w": T}
+    assert _names({"a": twice, "b": {"c": twice}}) == ["a.w", "b.c.w"]
 
 
 def test_a_value_that_contains_itself_many_times_is_looked_into_once():

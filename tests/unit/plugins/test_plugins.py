@@ -140,6 +140,14 @@ def test_the_current_directory_may_be_gone(tmp_path: Path, monkeypatch: pytest.M
         check_spill("below", None)
 
 
+def test_a_version_of_an_object_is_no_place_to_spill_to() -> None:
+    """All objects there would be one, for which s3fs takes what follows."""
+    with pytest.raises(
+        ConfigurationError, match=r"names a version of one object.*without .versionI"
+    ):
+        check_spill("s3://bucket/folder?versionId=7", None)
+
+
 def test_a_clock_that_was_set_back_does_not_make_every_search_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -703,3 +703,17 @@ def test_a_strategy_that_chooses_nonsense_is_named_and_nothing_is_leased(
 def test_copies_below_one_are_an_error_of_the_strategy() -> None:
     with controller_of(Odd(amount=0), 4096, 4096) as controller, pytest.raises(PluginError):
         begin(controller, join(controller), 1, k=bytes(10))
+
+
+@pytest.mark.parametrize("key", ["w", ""])
+def test_the_error_of_a_value_that_is_named_at_last_has_that_name(key: str) -> None:
+    """It had the name that the value was given while it had none, which is nobody's business."""
+    with controller_of(SingletonStrategy(), 1 << 20) as controller:
+        session = join(controller)
+        hidden = f"{m.HIDDEN}allocated-1"
+        begin(controller, session, 1, **{hidden: bytes(4096)})
+        controller.lose_volume(0, "its process has ended")
+        with pytest.raises(ObjectLostError, match="what was being put to") as caught:
+            controller.seal(session, m.Seal(1, 1, key, 7, 8, ""))
+        assert caught.value.key == (key or "an object")
+        assert hidden not in caught.value.message

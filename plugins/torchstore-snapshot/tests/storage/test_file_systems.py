@@ -350,6 +350,14 @@ def test_a_url_of_no_folder_is_refused(
     assert [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.parametrize("url", ["s3://bucket/step?versionId=7", "memory://a?versionId=b/c"])
+def test_a_url_of_a_version_of_an_object_is_refused(url: str) -> None:
+    """All files of a snapshot there would be one object, for which s3fs takes what follows."""
+    for call in (Snapshot, partial(Snapshot.take, app_state={}), Series, gc):
+        with pytest.raises(ts.ConfigurationError, match="names a version of one object"):
+            call(url)
+
+
 class _Plain(SimpleHTTPRequestHandler):
     """Sends whole files, whatever part of them was asked for."""
 

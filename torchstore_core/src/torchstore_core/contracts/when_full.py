@@ -87,6 +87,11 @@ def check_spill(spill: object, capacity: object) -> str | None:
     if separator and scheme not in ("file", "local"):
         if not scheme:
             raise ConfigurationError(f"spill={path!r} is a URL without a protocol")
+        if "?versionId=" in path:  # all that follows would be taken for the version
+            raise ConfigurationError(
+                f"spill={shown_place(path)!r} names a version of one object; give the beginning of "
+                "the names of many, without ?versionId="
+            )
         return path.rstrip("/") if rest.rstrip("/") else path
     try:
         return os.path.abspath(os.path.expanduser(rest if separator else path))

@@ -76,7 +76,7 @@ class DrainReport(msgspec.Struct, frozen=True):
         leased_bytes: what readers lease of its bytes, zero-copy tensors for example.
         unfinished_bytes: what puts that had begun before still write to it.
         stuck_values, stuck_bytes: what cannot be moved, though there is nothing else left to do.
-        why: why not; empty if all can.
+        why: why not; or, if nothing is stuck, what the next copies wait for; empty if for nothing.
         spilled_bytes: how many of its bytes are on its disk, if it has one of its own to spill to;
             where all volumes share one, what is there need not go.
     """
@@ -110,6 +110,8 @@ class DrainReport(msgspec.Struct, frozen=True):
             f"{count_text(self.stuck_values, 'value')} ({human_bytes(self.stuck_bytes)}) cannot be "
             f"moved: {self.why}"
             if self.stuck_values
+            else f"the next copies wait: {self.why}"
+            if self.why
             else "",
         ]
         return "; ".join([text, *filter(None, parts)])

@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import errno
 import functools
+import json
 import logging
 import os
 import shutil
@@ -239,11 +240,17 @@ class ServerProcess:
 
 
 def _argument(config: Mapping[str, object]) -> str:
-    """The options of a server, as an argument of its command."""
-    encoded = msgspec.json.encode(config)
+    """The options of a server, as an argument of its command: in ASCII, since the locale may have
+    nothing else.
+    """
+    encoded = _ascii(config)
     if len(encoded) > _LONGEST_ARGUMENT:  # with thousands of folders in sys.path
-        encoded = msgspec.json.encode({**config, "installed": None})  # it finds them itself
-    return encoded.decode()
+        encoded = _ascii({**config, "installed": None})  # it finds them itself
+    return encoded
+
+
+def _ascii(config: Mapping[str, object]) -> str:
+    return json.dumps(msgspec.to_builtins(config), separators=(",", ":"))
 
 
 def _for_url(url: str) -> dict[str, str]:

@@ -198,8 +198,15 @@ def _end_with_others(options: ServerOptions, server: Server, keeper: KeeperLink 
         server.owner = options.owner
     if keeper is not None:
         keeper.watch(owner_ended, server.stop_soon)
+        if options.owner:  # of which only the keeper tells, and somebody may have stopped that
+            ProcessWatch(options.owner, _continue_keeper)
     elif options.owner:
         ProcessWatch(options.owner, owner_ended, is_parent=True)
+
+
+def _continue_keeper() -> None:
+    """What it is told by this, if it runs, is nothing."""
+    os.kill(os.getppid(), signal.SIGCONT)
 
 
 def _say(line: object) -> None:

@@ -461,7 +461,7 @@ class Controller:
             ConfigurationError: the store has no place to spill to.
             ObjectLostError: as :meth:`commit`.
         """
-        txn = self._writing(session, request.txn)
+        txn = self._writing(session, request.txn, request.key or "an object")
         if len(txn.values) != 1 or txn.plain != txn.values or txn.copy_of or txn.held_as:
             raise ProtocolError(f"put {request.txn} is not one of a single value")
         if len(request.key) > m.MAX_KEY or request.hold in session.holds:
@@ -479,14 +479,16 @@ class Controller:
             txn.when_full = m.PINNED if when_full == m.EVICTABLE else when_full
         return self._commit(session, request.txn, txn)
 
-    def _writing(self, session: SessionRecord, txn_id: int) -> Txn:
-        """A put that is to be committed, after checks that it can be."""
+    def _writing(self, session: SessionRecord, txn_id: int, name: str = "") -> Txn:
+        """A put that is to be committed, after checks that it can be. ``name``: what is put, in
+        errors, if it has another key than it had so far.
+        """
         txn = session.txns.get(txn_id)
         if txn is None:
             raise ProtocolError(f"there is no unfinished put {txn_id} to commit")
         if self.lost_volumes.any:
             try:
-                self.lost_volumes.check_put(txn)
+                self.lost_volumes.check_put(txn, name)
             except ObjectLostError:
                 self.abort(session, [txn_id])
                 raise

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import IO
 
 import msgspec
 
@@ -19,6 +20,16 @@ from torchstore_snapshot.errors import SnapshotWriterError
 from torchstore_snapshot.progress import Advance
 
 __all__ = ["Job", "WriterProcess", "the_writer"]
+
+# It is to find the same packages as this program. That may have thousands of folders in its path
+# (Bazel), more than a variable of the environment may have.
+_START = """
+import os, sys
+with open(int(sys.argv[1]), "rb") as path:
+    sys.path[:] = map(os.fsdecode, path.read().split(b"\\0"))
+from torchstore_snapshot.background.writer import main
+main(int(sys.argv[2]))
+"""
 
 
 class Job:
@@ -54,20 +65,14 @@ class WriterProcess:
         # The kernel hangs a process group up that is stopped when its parent dies.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # is inherited
         try:
-            with there:
+            with there, _own_path() as path:
                 self._process = subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-m",
-                        "torchstore_snapshot.background.writer",
-                        str(there.fileno()),
-                    ],
-                    pass_fds=[there.fileno()],
+                    [sys.executable, "-c", _START, str(path.fileno()), str(there.fileno())],
+                    pass_fds=[path.fileno(), there.fileno()],
                     stdin=subprocess.DEVNULL,
                     # Ctrl-C is meant for the program. Not a session of its own: where the kernel
                     # divides processors between sessions, priorities count only within one.
                     process_group=0,
-                    env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
                 )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -173,6 +178,14 @@ class WriterProcess:
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._listener.join()
+
+
+def _own_path() -> IO[bytes]:
+    """A file of the folders where this program finds its packages."""
+    file = os.fdopen(os.memfd_create("torchstore-path"), "w+b")
+    file.write(b"\0".join([os.fsencode(folder) for folder in sys.path]))
+    file.seek(0)
+    return file
 
 
 _current: WriterProcess | None = None

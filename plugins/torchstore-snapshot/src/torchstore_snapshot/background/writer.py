@@ -1,4 +1,4 @@
-"""The process that writes snapshots: ``python -m torchstore_snapshot.background.writer FD``.
+"""The process that writes snapshots, which :mod:`~torchstore_snapshot.background.process` starts.
 
 It reads staged tensors from a store without copying them, writes them to files, and commits. It is
 given jobs over a socket; when the socket closes, the program has ended: what is not committed by
@@ -12,7 +12,6 @@ import ctypes
 import os
 import queue
 import socket
-import sys
 import threading
 
 from torchstore_core.errors import TorchStoreError
@@ -160,7 +159,3 @@ def main(descriptor: int) -> None:
     threading.Thread(target=_listen, args=(connection, inbox, program), daemon=True).start()
     _lower_priority()
     _serve(connection, inbox, program)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

@@ -32,6 +32,12 @@ def open_storage(path: str | os.PathLike[str]) -> Storage:
     if is_remote(text):
         if not text.rpartition("://")[2].strip("/"):
             raise ConfigurationError(f"{text!r} names no folder", details={"path": text})
+        if "?versionId=" in text:  # all that follows would be taken for the version
+            raise ConfigurationError(
+                f"{text!r} names a version of one object, and a snapshot is many objects; give the "
+                "URL of its folder, without ?versionId=",
+                details={"path": text},
+            )
         return RemoteStorage.at(text)
     local = _LOCAL.match(text)
     if for_folders():

@@ -31,7 +31,8 @@ class VolumeOperations(ReferenceOperations):
         background and at most at the store's ``repair_bandwidth``. What it has is dropped as soon
         as there are as many copies elsewhere as the strategy wants, or as other volumes are left.
         Readers, also those with zero-copy tensors, keep what they have; its memory counts as used
-        until they let go. If it spills to a place of its own, what is there goes, too; where the
+        until they let go, and that of a tensor that ``empty`` has made there until it is put, or
+        dies. If it spills to a place of its own, what is there goes, too; where the
         other volumes lack room, they spill as for puts.
 
         Draining goes on when this call has ended, by its timeout for example. To call it again is

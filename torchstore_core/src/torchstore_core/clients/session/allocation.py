@@ -18,7 +18,8 @@ def is_allocated(address: int) -> bool:
     """Whether a tensor that begins there is in memory of a store, and has not been put. It will
     have other memory at the same address when it is, so nobody may go on writing to this.
     """
-    return address in _live
+    found = _live.get(address)
+    return found is not None and found.owner() is not None
 
 
 class Allocation:
@@ -84,12 +85,14 @@ class Allocation:
         """The memory is about to be somebody else's: what is written to the tensor from now on must
         not get there.
         """
-        if self.claim():
+        owner = self.owner()  # without it, other memory may be there
+        if owner is not None and self.claim():
             with contextlib.suppress(TransportError):
                 self.make_private()
 
     def leave_in_child(self) -> None:
         """The same in a forked child, where it is still the parent's to fill."""
-        if not self.make_own():
+        owner = self.owner()  # without it, other memory may be there
+        if owner is not None and not self.make_own():
             with contextlib.suppress(TransportError):
                 self.make_private()

@@ -1,4 +1,5 @@
-"""The thread that releases leases when mapped tensors die, whatever thread they die in.
+"""The thread that releases leases when mapped tensors die, and aborts puts that nobody can finish
+any more, whatever thread the tensors, or their owners, die in.
 
 It owns the session's *liveness connection*, which belongs to no event loop. When that connection
 closes, the server releases and aborts everything that the session has open. Torch-free.
@@ -85,6 +86,7 @@ class Reclaimer:
         self._unread = FrameReader(m.MAX_FRAME)
         # Finalizers use these in any thread and at any moment: only atomic operations, no lock.
         self._held: dict[int, tuple[Held, _Watch, _Watch]] = {}
+        self._watched: dict[int, tuple[Callable[[], None], _Watch, _Watch]] = {}
         self._dead: deque[_Watch] = deque()
         self._to_release: deque[tuple[int, Held]] = deque()
         self._to_abort: deque[tuple[int, Collection[tuple[int, str]]]] = deque()
@@ -119,12 +121,23 @@ class Reclaimer:
         """Release ``positions`` of ``lease`` (None: all of it) when ``tensors``, the object that
         owns the mapped memory, is collected.
         """
-        ident = self._session.next_id()
-        wakes, tells = _Watch(tensors, _wake_by), _Watch(tensors, self._dead.append)
-        wakes.write, tells.ident = self._wake.write, ident  # the last one is called first
-        self._held[ident] = (lease, positions), tells, wakes
+        tells, wakes = self._watches(tensors)
+        self._held[tells.ident] = (lease, positions), tells, wakes
         if self._has_stopped:
             self._held.clear()
+
+    def watch(self, owner: object, died: Callable[[], None]) -> None:
+        """Call ``died``, in the thread, when ``owner`` is collected."""
+        tells, wakes = self._watches(owner)
+        self._watched[tells.ident] = died, tells, wakes
+        if self._has_stopped:
+            self._watched.clear()
+
+    def _watches(self, owner: object) -> tuple[_Watch, _Watch]:
+        """What tells that ``owner`` is collected, and what wakes the thread up then."""
+        wakes, tells = _Watch(owner, _wake_by), _Watch(owner, self._dead.append)
+        wakes.write, tells.ident = self._wake.write, self._session.next_id()
+        return tells, wakes  # the last one that was made is called first
 
     def release(self, lease: int, positions: list[int] | None = None) -> None:
         """Release a lease. Safe in any thread and in finalizers."""
@@ -169,6 +182,7 @@ class Reclaimer:
             _cancel([*self._waiting, *itertools.chain(*self._flushes.values())])
             self._has_stopped = True
             self._held.clear()  # what dies later wakes nobody
+            self._watched.clear()
             self._connection.close()
             self._wake.close()
 
@@ -271,7 +285,10 @@ class Reclaimer:
     def _send_all(self) -> None:
         while self._dead:
             ident = self._dead.popleft().ident
-            self._to_release.append((ident, self._held.pop(ident)[0]))
+            if ident in self._watched:
+                self._watched.pop(ident)[0]()
+            else:
+                self._to_release.append((ident, self._held.pop(ident)[0]))
         released: list[Held] = []
         while self._to_release:
             ident, (lease, positions) = self._to_release.popleft()
@@ -323,6 +340,7 @@ class Reclaimer:
         sees when the child ends.
         """
         self._held.clear()
+        self._watched.clear()
         self._wake.close()
         read = -1 if self._fork_pipe is None else self._fork_pipe[0]
         for fd in (read, *(guard.fd for guard in self._guards)):

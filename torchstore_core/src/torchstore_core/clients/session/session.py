@@ -13,7 +13,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from torchstore_core.clients.session.allocation import Allocation
 from torchstore_core.clients.session.channel import Channel
@@ -288,6 +288,10 @@ class Session:
     def hold(self, tensors: object, lease: int, positions: list[int] | None) -> None:
         """Release ``positions`` of ``lease`` (None: all) when ``tensors`` is collected."""
         self._reclaimer.hold(tensors, lease, positions)
+
+    def watch(self, owner: object, died: Callable[[], None]) -> None:
+        """Call ``died`` when ``owner`` is collected, in a thread where no signal handler raises."""
+        self._reclaimer.watch(owner, died)
 
     def release(self, lease: int, positions: list[int] | None = None) -> None:
         """Release a lease. Safe in any thread and in finalizers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 
@@ -10,9 +11,14 @@ import msgspec
 
 from torchstore_core.clients.calls.arguments import check_timeout
 from torchstore_core.clients.session.handshake import client_facts, handshake, running_loop
-from torchstore_core.errors import StoreClosedError, TorchStoreError
+from torchstore_core.errors import ConfigurationError, StoreClosedError, TorchStoreError
 from torchstore_core.machine import topology
-from torchstore_core.machine.directories import CONTROL, find_files, runtime_directory
+from torchstore_core.machine.directories import (
+    CONTROL,
+    find_files,
+    is_abandoned,
+    runtime_directory,
+)
 from torchstore_core.machine.sockets.unix import check_descriptors
 from torchstore_core.wire import messages as m
 
@@ -20,6 +26,7 @@ from torchstore_core.wire import messages as m
 TOOL = "tool"
 #: Seconds that a store may take to say who it is.
 ANSWER_S = 2.0
+_MOST_NAMED = 3
 
 
 class RunningStore(msgspec.Struct, frozen=True):
@@ -66,6 +73,24 @@ async def stores(*, timeout: float | None = ANSWER_S) -> list[RunningStore]:
     sockets = find_files(runtime_directory(), CONTROL)
     found = await asyncio.gather(*(probe(f"unix:{path}", timeout) for path in sockets))
     return [store for store in found if store is not None]
+
+
+def where_else() -> str:
+    """What to say to somebody who has found no store at an address."""
+    found: list[str] = []
+    with contextlib.suppress(ConfigurationError, OSError):
+        sockets = find_files(runtime_directory(), CONTROL)
+        found = [repr(f"unix:{path}") for path in sockets if not is_abandoned(path)]
+    if not found:
+        return (
+            "No store of this user runs on this host: start one with `torchstore serve`, which "
+            "prints its address, or `await initialize()`"
+        )
+    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    return (
+        f"The stores of this user that run on this host (see stores()) are at "
+        f"{', '.join(found[:_MOST_NAMED])}{more}"
+    )
 
 
 async def look(address: str, timeout: float | None) -> tuple[socket.socket, m.Welcome]:

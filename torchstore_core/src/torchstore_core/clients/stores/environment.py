@@ -5,6 +5,7 @@ Torch-free.
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 
@@ -106,7 +107,7 @@ def _write(store_name: str, address: str | None) -> None:
         others = {name: where for name, where in _others().items() if name != store_name}
         if address is not None:
             others[store_name] = address
-        text = msgspec.json.encode(others).decode() if others else None
+        text = json.dumps(others) if others else None  # in ASCII, as the locale may have no more
     if text is None:
         os.environ.pop(variable_of(store_name), None)
     else:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from torchstore_core.clients.calls import observers as observing
 from torchstore_core.clients.calls.incarnations import Renewed
 from torchstore_core.clients.session.handshake import Ranks
 from torchstore_core.clients.session.session import Session
+from torchstore_core.clients.stores import discovery
 from torchstore_core.clients.stores.environment import (
     DEFAULT_NAME,
     inherited_address,
@@ -18,7 +20,12 @@ from torchstore_core.clients.stores.environment import (
     not_a_socket,
     variable_of,
 )
-from torchstore_core.clients.stores.lookup import find_by, missing_engine, runtime_here
+from torchstore_core.clients.stores.lookup import (
+    find_by,
+    missing_engine,
+    next_address,
+    runtime_here,
+)
 from torchstore_core.contracts.observer import Operation
 from torchstore_core.contracts.runtime import Runtime
 from torchstore_core.errors import StoreClosedError
@@ -36,7 +43,8 @@ class JoinedStore:
     """This process at one store.
 
     It survives what its session does not: a fork (the child opens a session of its own), a
-    restarted server, ``reset_client``.
+    restarted server, ``reset_client``, and in a child the store of its parent, if the parent starts
+    another one of the same name.
 
     Args:
         store_name: the name here.
@@ -125,13 +133,17 @@ class JoinedStore:
         self._check_open()
         where = await self._socket_of_server(timeout)
         try:
-            made = await Session.open(where, self.policy, timeout, self.ranks, self._what_to_do())
+            made = await self._open(where, timeout)
         except StoreClosedError as error:
             if self._is_exiting:
                 raise StoreClosedError(
                     f"store {self.store_name!r} has ended with this process, which started it and "
                     "is exiting. What uses it at the exit must be registered (`atexit.register`) "
                     "after `initialize`: what was registered last is called first"
+                ) from error
+            if self.connected and not self._incarnation:
+                raise StoreClosedError(
+                    f"{error.message}. {discovery.where_else()}", details=error.details
                 ) from error
             raise StoreClosedError(
                 f"{self._no_server()} ({error.message}). {self._what_to_do()}, `await "
@@ -158,6 +170,25 @@ class JoinedStore:
                 )
             self._incarnation = made.welcome.incarnation
         self.observe = observing.watch(made.registry)
+        return made
+
+    async def _open(self, where: str, timeout: float | None) -> Session:
+        """A session at the server there; or, if that has ended, at the next one of this name, for a
+        process that nobody but its environment, or its parents, has told where the store is.
+        """
+
+        def there(address: str) -> Coroutine[Any, Any, Session]:
+            return Session.open(address, self.policy, timeout, self.ranks, self._what_to_do())
+
+        try:
+            return await there(where)
+        except StoreClosedError:
+            is_told = self.runtime is None and not self.connected and where == self.address
+            again = next_address(self.store_name, where) if is_told else None
+            if again is None:
+                raise
+        made = await there(again)
+        self.address = again
         return made
 
     def _check_open(self) -> None:

@@ -25,6 +25,16 @@ def address_of(store_name: str) -> str | None:
     return address
 
 
+def next_address(store_name: str, ended: str) -> str | None:
+    """Where the next store of a name is, when no server answers any more where the last one was;
+    None: nobody here knows any.
+    """
+    for address in (inherited_address(store_name), ancestors.find(store_name)):
+        if address is not None and address.startswith("unix:") and address != ended:
+            return address
+    return None
+
+
 def _socket_is_gone(address: str) -> bool:
     """An environment may be older than the store it is about."""
     return address.startswith("unix:") and not os.path.exists(address.removeprefix("unix:"))

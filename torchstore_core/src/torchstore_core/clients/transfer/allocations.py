@@ -7,7 +7,7 @@ mapping is made private, as that of a zero-copy get, and the put is committed un
 
 from __future__ import annotations
 
-import weakref
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -77,7 +77,7 @@ async def allocate(
         place = grant.volume, grant.segment, grant.offset
         allocation = Allocation(txn, meta, place, link, mapping)
         session.allocations[mapping.address] = allocation
-        weakref.finalize(mapping.owner, _died, session, allocation).atexit = False
+        session.watch(mapping.owner, functools.partial(_died, session, allocation))
         if session.lost:  # checked last: it may have ended before it saw this
             allocation.leave()
         clock.phase("copy")

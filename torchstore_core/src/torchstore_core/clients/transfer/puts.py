@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import weakref
+import functools
 from collections.abc import Sequence
 
 import msgspec
@@ -258,7 +258,8 @@ class Putting:
 
     def undo_with(self, owner: object) -> None:
         """Undo the put when ``owner`` is collected: the task of a closed event loop never ends."""
-        weakref.finalize(owner, self._session.abort_if_unfinished, self._txn).atexit = False
+        session = self._session
+        session.watch(owner, functools.partial(session.abort_if_unfinished, self._txn))
 
     def __exit__(self, *_: object) -> None:
         begun, self._begun = self._begun, None  # the future keeps its event loop

@@ -294,7 +294,7 @@ def _of_library(value: Any, seen: set[int], known: _Known) -> Any:
         raise _NotExactError
     apart, data = len(known.large), found.data
     stored: Any = data
-    if found.what == "array":  # which is mutable
+    if found.what in ("array", "view"):  # which are mutable
         if id(value) in seen:
             raise _NotExactError
         seen.add(id(value))

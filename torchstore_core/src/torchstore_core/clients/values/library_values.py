@@ -1,5 +1,6 @@
 """Values of torch and numpy besides tensors, as plain data: dtypes, devices and sizes, arrays and
-scalars. Rebuilding them runs no code that the data names, so they need no pickle.
+scalars; and views of memory. Rebuilding them runs no code that the data names, so they need no
+pickle.
 
 State dicts of trainers have them: the state of numpy's generator, the best loss so far as a
 ``numpy.float64``, the dtype that something was computed in.
@@ -18,11 +19,13 @@ import msgspec
 _NAMED = ("dtype", "layout", "memory_format")
 # Kinds of numpy's dtypes whose elements are nothing but bytes.
 _KINDS = frozenset("biufcmMSU")
+# What a view of bytes can be made again, see ``memoryview.cast``.
+_FORMATS = frozenset("bBchHiIlLqQnNefd?")
 
 
 class Described(NamedTuple):
-    """A value as plain data. ``data``: the memory of an array, or the bytes of a scalar, if it is
-    one of those.
+    """A value as plain data. ``data``: the memory of an array, or that a view shows, or the bytes
+    of a scalar, if it is one of those.
     """
 
     what: str
@@ -40,8 +43,12 @@ _decode = msgspec.msgpack.Decoder(_Stored).decode
 
 
 def described(value: object) -> Described | None:
-    """A value of torch or numpy that plain data describes exactly; None if it is no such value."""
+    """A value of torch or numpy, or a view, that plain data describes exactly; None if it is no
+    such value.
+    """
     kind = type(value)
+    if kind is memoryview:
+        return _of_view(value)
     match kind.__module__:
         case "torch":
             return _of_torch(kind, value)
@@ -78,6 +85,15 @@ def _of_numpy(kind: type, value: Any) -> Described | None:
     return Described("scalar", [dtype.str], memoryview(value.tobytes()))
 
 
+def _of_view(view: Any) -> Described | None:
+    try:
+        if not (view.c_contiguous and view.nbytes and view.format in _FORMATS):
+            return None
+    except ValueError:  # it was released
+        return None
+    return Described("view", [view.format, view.readonly, *view.shape], view.cast("B"))
+
+
 def rebuilt(data: Any) -> Any:
     """The value that the three fields of a :class:`Described` in msgpack are.
 
@@ -88,6 +104,10 @@ def rebuilt(data: Any) -> Any:
     what, details, memory = msgspec.structs.astuple(_decode(data))
     if memory is None:
         return _rebuilt_of_torch(what, details)
+    if what == "view":
+        form, readonly, *sides = details
+        view = memoryview(bytes(memory) if readonly else bytearray(memory))
+        return view.cast(form, sides)
     import numpy as np
 
     name, *shape = details

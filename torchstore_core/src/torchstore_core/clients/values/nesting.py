@@ -50,7 +50,8 @@ def flatten(key: str, state_dict: Any, *, unnamed: bool = False) -> list[Leaf]:
 
     Raises:
         UnsupportedValueError: not a dict, two entries with the same name, a key that is neither str
-            nor int, or too many entries because containers are in several places.
+            nor int, a container that contains itself, or too many entries because containers are in
+            several places.
 
     >>> [leaf.name for leaf in flatten("k", {"a": {"w": 1}, "b": [torch.zeros(1)], "c": [2]})]
     ['a.w', 'b.0', 'c']
@@ -63,6 +64,7 @@ def flatten(key: str, state_dict: Any, *, unnamed: bool = False) -> list[Leaf]:
         )
     leaves: list[Leaf] = []
     known = _Known()
+    known.around[id(state_dict)] = ()
     direct = 0
     for name, value in state_dict.items():
         if type(name) is str and type(value) in _LEAVES:  # the usual case, very often
@@ -87,9 +89,13 @@ _LEAVES = (torch.Tensor, torch.nn.Parameter, TensorShard)
 class _Known:
     """Containers that were inspected, once each, and whether they are flattened. (Keeping them
     alive keeps their ids from being reused.)
+
+    Attributes:
+        around: where the containers are, by their id(), that the present one is in.
     """
 
     def __init__(self) -> None:
+        self.around: dict[int, tuple[Step, ...]] = {}
         self._followed: dict[int, tuple[object, bool]] = {}
         self._again = 0
 
@@ -133,8 +139,17 @@ def _leaves(key: str, value: Any, path: tuple[Step, ...], known: _Known) -> Iter
             raise UnsupportedValueError(f"{key!r}: the name {name!r}: {error}", key=key) from error
         yield Leaf(name, encoded, value)
         return
+    if (outer := known.around.get(id(value))) is not None:
+        where = f"what is at {_joined(outer)!r}" if outer else "the state dict"
+        raise UnsupportedValueError(
+            f"{key!r}: {where} contains itself, at {_joined(path)!r}: a state dict is a tree of "
+            "names; leave that reference out",
+            key=key,
+        )
+    known.around[id(value)] = path
     for step, inner in steps:
         yield from _leaves(key, inner, (*path, step), known)
+    del known.around[id(value)]
 
 
 def _has_names(value: Any) -> bool:

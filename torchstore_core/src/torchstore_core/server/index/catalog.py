@@ -30,6 +30,7 @@ from torchstore_core.server.index.records import (
     Value,
     release_version,
 )
+from torchstore_core.server.index.similar_names import similar_names
 from torchstore_core.server.index.timelines import Timelines
 
 # Maximum number of deleted keys whose last version is remembered.
@@ -164,7 +165,8 @@ class Catalog:
                     return partial_error(key, base, first.state(base))
             if self._entry(key, 0) is not None:
                 return entry_error(key, keys)
-        return self.evictions.missing_error(keys) or missing_error(keys)
+        evicted = self.evictions.missing_error(keys)
+        return evicted or missing_error(keys, similar_names(self.names, self.newest, keys[0]))
 
     def newest_version(self, key: str) -> int:
         """Return the newest version of a key or entry; 0 if there is none."""

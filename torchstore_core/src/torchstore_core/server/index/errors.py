@@ -14,11 +14,17 @@ from torchstore_core.reports.stat import Pending
 _MOST_NAMED = 10
 
 
-def missing_error(keys: list[str]) -> KeyNotFoundError:
-    """The error for keys that do not exist."""
+def missing_error(keys: list[str], similar: list[str]) -> KeyNotFoundError:
+    """The error for keys that do not exist; ``similar``: names like the first of them."""
     shown = _some([repr(k) for k in keys])
     what = "no such key" if len(keys) == 1 else f"{len(keys)} keys do not exist"
-    return KeyNotFoundError(f"{what}: {shown}", key=keys[0], details={"missing": keys})
+    details: dict[str, object] = {"missing": keys}
+    advice = ""
+    if similar:
+        details["similar"] = similar
+        of_first = "" if len(keys) == 1 else " instead of the first"
+        advice = f"; did you mean {' or '.join(map(repr, similar))}{of_first}?"
+    return KeyNotFoundError(f"{what}: {shown}{advice}", key=keys[0], details=details)
 
 
 def entry_error(key: str, keys: list[str]) -> KeyNotFoundError:

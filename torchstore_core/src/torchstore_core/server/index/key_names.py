@@ -62,6 +62,12 @@ class KeyNames:
         found = self._keys.irange(low, _above(prefix), (inclusive, False))
         return list(islice(found, limit))
 
+    def near(self, key: str, most: int) -> list[str]:
+        """Return at most so many keys that sort before a name, and as many that sort after it."""
+        before = self._keys.irange(maximum=key, inclusive=(True, False), reverse=True)
+        after = self._keys.irange(minimum=key, inclusive=(False, True))
+        return [*islice(before, most), *islice(after, most)]
+
     def page(self, prefix: str, after: str = "", limit: int | None = None) -> list[str]:
         """Return the first ``limit`` names that start with ``prefix`` and sort after ``after``. The
         time depends on the number of names found, not on the size of the store.

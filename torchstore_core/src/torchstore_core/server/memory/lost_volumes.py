@@ -55,11 +55,13 @@ class LostVolumes:
         if gone is not None:
             raise self._error(key, gone, stored.version)
 
-    def check_put(self, txn: Txn) -> None:
-        """Raise ObjectLostError if values of a put, or a generation that it joined, are lost."""
+    def check_put(self, txn: Txn, name: str = "") -> None:
+        """Raise ObjectLostError if values of a put, or a generation that it joined, are lost.
+        ``name``: of the only value, in the error, if that is not its key.
+        """
         gone = self._first_lost(txn.values)
         if gone is not None:
-            raise self._error(gone.key, gone, 0)
+            raise self._error(name or gone.key, gone, 0)
         for target, _ in txn.contributions:
             if target.generation is not None and target.generation.lost:
                 raise version_lost_error(target.key, target.version, target.generation.lost)
@@ -79,7 +81,8 @@ class LostVolumes:
     def _error(self, key: str, value: Value, version: int) -> ObjectLostError:
         volume = self._volumes[value.volume]
         what = f"version {version} of {key!r}" if version else f"what was being put to {key!r}"
-        part = f" ({value.key!r}, a part of it)" if value.key not in key else ""
+        is_part = value.key not in key and not value.key.startswith(m.HIDDEN)
+        part = f" ({value.key!r}, a part of it)" if is_part else ""
         return ObjectLostError(
             f"{what}{part} is lost: {lost_reason(volume)}, and there was no copy elsewhere. Put it "
             "again; to survive the next loss initialize the store with ReplicatedStrategy",

@@ -15,6 +15,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torchstore_core.errors import (
     ConfigurationError,
@@ -52,7 +53,8 @@ def open_memory(name: str, nbytes: int) -> int:
     """
     if hasattr(os, "memfd_create"):
         try:
-            fd = os.memfd_create(f"torchstore:{name}", os.MFD_CLOEXEC)
+            label: Any = f"torchstore:{name}".encode(errors="surrogateescape")  # in any locale
+            fd = os.memfd_create(label, os.MFD_CLOEXEC)
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.EPERM, errno.EACCES):
                 raise

@@ -88,7 +88,7 @@ class Drains:
             spilled_bytes=on_disk,
             stuck_values=len(stuck),
             stuck_bytes=sum(e.value.nbytes for e in stuck),
-            why=next((e.why for e in stuck), ""),
+            why=next((e.why for e in stuck), repairs.waits_for if volume.draining else ""),
         )
 
     def go_on(self) -> None:

@@ -81,6 +81,7 @@ class Repairs:
 
     Attributes:
         active: whether a volume was ever lost or drained.
+        waits_for: what the next copies wait for, if it is room in memory; empty if it is not.
         leavings: copies that were dropped, and are still read.
         departures: values that may leave memory, on volumes that are drained.
         copiers: who makes the copies.
@@ -117,7 +118,7 @@ class Repairs:
         self.backlog = Backlog()
         self.parked = Parked()
         spilling.settled = self._settled
-        self._is_waiting = False  # for room in memory
+        self.waits_for = ""
         self._refused = 0  # no room can be made for so many bytes, for the time being
         self._batch: _Batch | None = None
         self._search: Iterator[list[tuple[str, Value]]] | None = None
@@ -132,8 +133,8 @@ class Repairs:
     @property
     def idle(self) -> bool:
         """Whether all is done that can be done."""
-        waiting = len(self.backlog) + len(self.departures) + self._is_waiting
-        return not (waiting or self._batch or self._search or self._retry_is_due)
+        waiting = len(self.backlog) + len(self.departures)
+        return not (waiting or self.waits_for or self._batch or self._search or self._retry_is_due)
 
     # ---- what lacks copies ----------------------------------------------------------------
 
@@ -289,7 +290,7 @@ class Repairs:
 
     def _pump(self) -> None:
         """Begin the next batch, if that is possible now, and fetch what comes behind it."""
-        if self._search is not None or self._is_waiting:
+        if self._search is not None or self.waits_for:
             return
         self._refused = 0
         try:
@@ -298,14 +299,14 @@ class Repairs:
             if len(self.departures):
                 self._fetch()
         except Delayed as delayed:
-            self._is_waiting = True
+            self.waits_for = delayed.why
             delayed.then(self._wait_no_more)
         except StoreFullError as full:  # the log cannot grow: it is tried again
             self._trouble = full.message
             self._back_off()
 
     def _wait_no_more(self) -> None:
-        self._is_waiting = False
+        self.waits_for = ""
         self._pump()
 
     def _begin_next(self) -> None:
