@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from torchstore_core import moments
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.server.index.key_names import KeyNames
 from torchstore_core.server.index.records import Manifest, Stored, Value
-from torchstore_core.server.index.similar_names import similar_names
+from torchstore_core.server.index.similar_names import SimilarNames, similar_names
 from torchstore_core.values import ObjectMeta
 
 ME = ClientFacts(1, "h", "h")
@@ -46,3 +47,17 @@ def test_of_a_large_state_dict_the_neighbours_are_looked_at() -> None:
     names.add(["sd"])
     assert similar_names(names, newest, "sd/layers.1234.expert.a")[0] == "sd/layers.1234.experts.a"
     assert similar_names(names, newest, "layers.1999.experts.b") == ["sd/layers.1999.experts.b"]
+
+
+def test_they_are_looked_for_some_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that is asked for what it does not have answers as soon as before."""
+    newest: dict[str, Stored] = {"weight": value("weight")}
+    names = KeyNames(newest)
+    names.add(["weight"])
+    similar, now = SimilarNames(names, newest), 100.0
+    monkeypatch.setattr(moments, "monotonic", lambda: now)
+    assert [similar.of("wieght") for _ in range(100)].count(["weight"]) == 32
+    now += 0.9
+    assert similar.of("wieght") == []
+    now += 0.2
+    assert similar.of("wieght") == ["weight"]

@@ -30,7 +30,7 @@ from torchstore_core.server.index.records import (
     Value,
     release_version,
 )
-from torchstore_core.server.index.similar_names import similar_names
+from torchstore_core.server.index.similar_names import SimilarNames
 from torchstore_core.server.index.timelines import Timelines
 
 # Maximum number of deleted keys whose last version is remembered.
@@ -56,6 +56,7 @@ class Catalog:
         self.histories: dict[str, KeyHistory] = {}
         self.held: dict[tuple[str, int, int], HeldVersion] = {}  # by key, version, timeline
         self.keys_to_settle: set[str] = set()
+        self._similar = SimilarNames(self.names, self.newest)
         self.evictions = Evictions(self)
         self.timelines = Timelines()
         # A key that is put again after a delete continues above its last version, so that no (key,
@@ -165,8 +166,7 @@ class Catalog:
                     return partial_error(key, base, first.state(base))
             if self._entry(key, 0) is not None:
                 return entry_error(key, keys)
-        evicted = self.evictions.missing_error(keys)
-        return evicted or missing_error(keys, similar_names(self.names, self.newest, keys[0]))
+        return self.evictions.missing_error(keys) or missing_error(keys, self._similar.of(keys[0]))
 
     def newest_version(self, key: str) -> int:
         """Return the newest version of a key or entry; 0 if there is none."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Mapping
 from heapq import nlargest
 from itertools import islice
 
+from torchstore_core import moments
 from torchstore_core.server.index.key_names import KeyNames, splits
 from torchstore_core.server.index.records import Manifest, Stored
 from torchstore_core.wire import messages as m
@@ -21,13 +23,36 @@ _LEAST_ALIKE = 0.7
 # length; and more entries are not sorted for this.
 _LONGEST, _LONGEST_PART, _MOST_ENTRIES = 256, 64, 20_000
 _MOST_SPLITS = 8
+# So often in a second they are looked for. It takes up to ten times as long as a get that finds
+# something, and clients may look in the store again and again for what they then make.
+_A_SECOND = 32
+
+
+class SimilarNames:
+    """Names that are like one that does not exist, for some errors a second.
+
+    Args:
+        names, newest: the names in order, and what they stand for.
+    """
+
+    def __init__(self, names: KeyNames, newest: Mapping[str, Stored]) -> None:
+        self._names, self._newest = names, newest
+        self._looked: deque[float] = deque(maxlen=_A_SECOND)
+
+    def of(self, key: str) -> list[str]:
+        """See :func:`similar_names`; none if it has been called too often in the last second."""
+        now = moments.monotonic()
+        if len(self._looked) == _A_SECOND and now - self._looked[0] < 1.0:
+            return []
+        self._looked.append(now)
+        return similar_names(self._names, self._newest, key)
 
 
 def similar_names(names: KeyNames, newest: Mapping[str, Stored], key: str) -> list[str]:
     """Up to three names that are like ``key``, which is none; those that are most like it first.
 
     A few neighbours in the order of names are looked at, so the time does not depend on the size of
-    the store: a client may ask for a key again and again until it is there.
+    the store.
     """
     if len(key) > _LONGEST:
         return []
