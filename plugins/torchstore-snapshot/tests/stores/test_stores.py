@@ -50,6 +50,27 @@ async def test_a_store_comes_back_with_its_versions(store: ts.Client, tmp_path: 
     assert (await load_into_store(tmp_path / "s", prefix="w", keep_versions=False))["w"].version
 
 
+async def test_objects_with_tensors_in_them_come_back(store: ts.Client, tmp_path: Path) -> None:
+    """A store pickles them, and a snapshot does not."""
+    batch = {"tokens": [torch.arange(3), torch.arange(40_000)], "lengths": (3, 40_000)}
+    await store.put("batch", batch)
+    snapshot = await snapshot_store(tmp_path / "s", fsync=False)
+    assert b"pickle" not in (tmp_path / "s" / "snapshot.json").read_bytes()
+    assert torch.equal(snapshot.read_object("batch/value.tokens.0"), torch.arange(3))
+
+    await ts.shutdown()
+    again = await ts.initialize(**SMALL)
+    await load_into_store(tmp_path / "s")
+    back = await again.get("batch")
+    assert [t.tolist() for t in back["tokens"]] == [t.tolist() for t in batch["tokens"]]
+    assert back["lengths"] == (3, 40_000)
+
+    await ts.shutdown()
+    await ts.initialize(**SMALL, allow_pickle=False)
+    with pytest.raises(ts.UnsafeObjectError, match=r"'batch': a dict .* as state dicts"):
+        await load_into_store(tmp_path / "s")
+
+
 @pytest.mark.parametrize("keep_versions", [True, False])
 async def test_all_versions_come_back(
     store: ts.Client, tmp_path: Path, keep_versions: bool

@@ -169,7 +169,8 @@ async def load_into_store(
         keep_versions: give each key the version that it had, if the snapshot is one of a store; a
             key with this version or a newer one in the store is an error then. Otherwise, each put
             makes the next version.
-        allow_pickle: also load values that were pickled.
+        allow_pickle: also load values that were pickled. How values are put is up to the store:
+            what a snapshot has without pickle, such as tensors in a list, may need it there.
         verify: compare hashes.
         storage_options: as for ``Snapshot``.
 
@@ -180,7 +181,8 @@ async def load_into_store(
         SnapshotNotFoundError, SnapshotCorruptError, SnapshotFormatError, UnsafeObjectError: the
             snapshot cannot be read. Keys before the damaged one have been put; of one that is in
             shards, those before the damaged one are an unfinished version.
-        StoreFullError, VersionGoneError, StoreClosedError: a value cannot be put.
+        StoreFullError, VersionGoneError, StoreClosedError, UnsafeObjectError: a value cannot be
+            put.
     """
     check_bools(keep_versions=keep_versions, allow_pickle=allow_pickle, verify=verify)
     _check_prefix(prefix)
@@ -209,14 +211,12 @@ async def load_into_store(
         if known is not None and known.kind != STATE_DICT:
             if _VALUE not in state:
                 raise SnapshotNotFoundError(f"the snapshot {path!r} has no value of {key!r}")
-            return await client.put(key, state[_VALUE], version=version, allow_pickle=allow_pickle)
+            return await client.put(key, state[_VALUE], version=version)
         if known is not None:
             state = with_shards(state, key, manifest.of_rank(0)[name])
         value = TorchStoreStateDict.from_state_dict(state) if known and known.packed else state
         keep = counts[key] if counts[key] > 1 else None
-        return await client.put_state_dict(
-            value, key, version=version, keep=keep, allow_pickle=allow_pickle
-        )
+        return await client.put_state_dict(value, key, version=version, keep=keep)
 
     for key, name in sorted(found, key=order):
         if key.startswith(prefix):
