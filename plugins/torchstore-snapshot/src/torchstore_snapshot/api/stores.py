@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torchstore_core as ts
 from torchstore_core.clients.calls import thread_loops
@@ -16,7 +16,7 @@ from torchstore_core.clients.packed.packed import TorchStoreStateDict
 from torchstore_core.clients.stores.environment import DEFAULT_NAME
 from torchstore_core.clients.values import nesting
 from torchstore_core.errors import ConfigurationError
-from torchstore_core.values import ObjectRef, Request, StateDictMeta
+from torchstore_core.values import ObjectRef, StateDictMeta
 from torchstore_snapshot.api.entries import state_dict_in, with_shards
 from torchstore_snapshot.api.shards import (
     STATE_DICT,
@@ -38,6 +38,10 @@ from torchstore_snapshot.taking.take import take_values
 __all__ = ["load_into_store", "snapshot_store"]
 
 _VALUE = "value"
+# How often to look for a moment of which everything can be read, and how many seconds to wait for
+# keys of which one may have been deleted since they were listed.
+_ROUNDS = 10
+_LATE = 1.0
 
 
 async def snapshot_store(
@@ -52,12 +56,13 @@ async def snapshot_store(
 ) -> Snapshot:
     """Take a snapshot of what is in a store.
 
-    Each key has the newest version that it had during the call, and a state dict of which the store
-    keeps several versions has all of them; each is consistent in itself. Tensors are written
-    straight from the store's memory, and stay leased until they are. A tensor that is stored as
-    shards is written shard by shard, each of them once, however many copies the store has; from
-    another host, 64 MiB of shards are fetched at a time. The same holds for sharded entries of
-    state dicts.
+    All keys have the versions that they had at one moment, so that what was put together is there
+    together, unless something is always put again before it can be read: then each key has the
+    newest version that it had during the call. A state dict of which the store keeps several
+    versions has all of them. Tensors are written straight from the store's memory, and stay leased
+    until they are. A tensor that is stored as shards is written shard by shard, each of them once,
+    however many copies the store has; from another host, 64 MiB of shards are fetched at a time.
+    The same holds for sharded entries of state dicts.
 
     Args:
         path: where to.
@@ -78,41 +83,20 @@ async def snapshot_store(
     path_text(path)
     _check_prefix(prefix)
     client = await ts.client(store_name)
-    states: dict[str, Any] = {}
-    stored: dict[str, StoredKey] = {}
-    entries: set[str] = set()
     held: list[ts.HeldRef] = []  # what is not read yet
-    keys = await client.keys(prefix)
-    for key in keys:
-        if key in entries:
-            continue
-        try:
-            found, value = await _newest(client, key, held)
-        except (ts.KeyNotFoundError, ts.VersionGoneError):
-            try:  # it was put again in the meantime, or deleted
-                found, value = await _newest(client, key, held)
-            except ts.KeyNotFoundError:
-                continue
-        if found.kind != STATE_DICT:
-            stored[key] = StoredKey(found.kind, found.version)
-            states[key] = {_VALUE: value}
-            continue
-        stored[key] = StoredKey(found.kind, found.version, _packed(found))
-        states[key] = value
-        entries |= {f"{key}/{leaf.name}" for leaf in nesting.flatten(key, states[key])}
-        for version in found.versions:
-            if version == found.version:
-                continue
-            try:
-                then = await client.stat(key, version=version)
-                value = await state_dict_in(client, key, version, held)
-            except (ts.KeyNotFoundError, ts.VersionGoneError):
-                continue  # newer versions have taken its place
-            name = f"{key}@{version}"
-            while name in states or name in keys:
+    taken = await _of_one_moment(client, prefix, held)
+    if taken is None:
+        taken = await _one_by_one(client, prefix, held)
+    states = {key: each.value for key, each in taken.items()}
+    stored = {key: StoredKey(each.kind, each.version, each.packed) for key, each in taken.items()}
+    entries = {name for each in taken.values() for name in each.entries}
+    for key, each in taken.items():
+        for old in each.older:
+            name = f"{key}@{old.version}"
+            while name in states or name in entries:
                 name += "@"
-            stored[name] = StoredKey(found.kind, version, _packed(then), key)
-            states[name] = value
+            stored[name] = StoredKey(old.kind, old.version, old.packed, key)
+            states[name] = old.value
     options = TakeOptions(overwrite=overwrite, fsync=fsync, allow_pickle=allow_pickle)
     fetch = fetching(client, stored)
 
@@ -130,17 +114,93 @@ def _check_prefix(prefix: object) -> None:
         raise ConfigurationError(f"prefix is a str, not {prefix!r}")
 
 
-async def _newest(client: ts.Client, key: str, held: list[ts.HeldRef]) -> tuple[ts.Found, Any]:
-    """What is known about a key, and its value; only the places of shards, whose version is held
-    until they are read.
+class _Taken(NamedTuple):
+    """A version of a key.
+
+    Args:
+        value: the state dict, or a dict with the value. Of shards, only their places; their version
+            is held until they are read.
+        entries: the names under which the store has the entries of the state dict.
+        older: the versions of the state dict before it that the store keeps, without any of their
+            own.
     """
-    found = await client.stat(key)
-    if found.kind == STATE_DICT:
-        return found, await state_dict_in(client, key, found.version, held)
-    if not found.shards:
-        return found, await client.get(Request(key, found.version))
-    held.append(await client.hold(ObjectRef(key, found.version)))
-    return found, described(found)
+
+    kind: str
+    version: int
+    packed: bool
+    value: dict[str, Any]
+    entries: Set[str] = frozenset()
+    older: Sequence[_Taken] = ()
+
+
+async def _of_one_moment(
+    client: ts.Client, prefix: str, held: list[ts.HeldRef]
+) -> dict[str, _Taken] | None:
+    """Read every key as it was at one moment: what has been replaced before it is read is read
+    again, and what was not is not. None if something always was.
+    """
+    read: dict[str, tuple[ObjectRef, _Taken]] = {}
+    for _ in range(_ROUNDS):
+        keys = await client.keys(prefix)
+        try:
+            refs = await client.wait(keys, timeout=_LATE)
+        except ts.StoreTimeoutError:  # one was deleted
+            continue
+        if await client.keys(prefix) != keys:
+            continue
+        taken: dict[str, _Taken] = {}
+        entries: set[str] = set()
+        try:
+            for key in keys:
+                if key in entries:
+                    continue
+                if key not in read or read[key][0] != refs[key]:
+                    read[key] = refs[key], await _read(client, refs[key], held)
+                taken[key] = read[key][1]
+                entries |= taken[key].entries
+        except (ts.KeyNotFoundError, ts.VersionGoneError):
+            continue
+        return taken
+    return None
+
+
+async def _one_by_one(client: ts.Client, prefix: str, held: list[ts.HeldRef]) -> dict[str, _Taken]:
+    """Read every key, each as it is when its turn comes."""
+    taken: dict[str, _Taken] = {}
+    entries: set[str] = set()
+    for key in await client.keys(prefix):
+        if key in entries:
+            continue
+        try:
+            held.append(await client.hold(key))
+        except ts.KeyNotFoundError:  # it was deleted
+            continue
+        taken[key] = await _read(client, held[-1].ref, held)
+        entries |= taken[key].entries
+    return taken
+
+
+async def _read(client: ts.Client, ref: ObjectRef, held: list[ts.HeldRef]) -> _Taken:
+    key = ref.key
+    found = await client.stat(key, version=ref.version)
+    if found.kind != STATE_DICT:
+        if not found.shards:
+            return _Taken(found.kind, found.version, False, {_VALUE: await client.get(ref)})
+        held.append(await client.hold(ref))
+        return _Taken(found.kind, found.version, False, {_VALUE: described(found)})
+    value = await state_dict_in(client, key, found.version, held)
+    older: list[_Taken] = []
+    for version in found.versions:
+        if version >= found.version:
+            continue
+        try:
+            then = await client.stat(key, version=version)
+            state = await state_dict_in(client, key, version, held)
+        except (ts.KeyNotFoundError, ts.VersionGoneError):
+            continue  # newer versions have taken its place
+        older.append(_Taken(then.kind, version, _packed(then), state))
+    entries = {f"{key}/{leaf.name}" for leaf in nesting.flatten(key, value)}
+    return _Taken(found.kind, found.version, _packed(found), value, entries, older)
 
 
 def _packed(found: ts.Found) -> bool:
