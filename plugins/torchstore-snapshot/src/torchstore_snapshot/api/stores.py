@@ -40,7 +40,7 @@ __all__ = ["load_into_store", "snapshot_store"]
 _VALUE = "value"
 # How often to look for a moment of which everything can be read, and how many seconds to wait for
 # keys of which one may have been deleted since they were listed.
-_ROUNDS = 10
+_ROUNDS = 20
 _LATE = 1.0
 
 
@@ -137,24 +137,33 @@ async def _of_one_moment(
     client: ts.Client, prefix: str, held: list[ts.HeldRef]
 ) -> dict[str, _Taken] | None:
     """Read every key as it was at one moment: what has been replaced before it is read is read
-    again, and what was not is not. None if something always was.
+    again, and what was not is not. None if something always was, or if there are too many keys for
+    one request.
     """
     read: dict[str, tuple[ObjectRef, _Taken]] = {}
+    keys = await client.keys(prefix)
     for _ in range(_ROUNDS):
-        keys = await client.keys(prefix)
         try:
             refs = await client.wait(keys, timeout=_LATE)
         except ts.StoreTimeoutError:  # one was deleted
+            keys = await client.keys(prefix)
             continue
-        if await client.keys(prefix) != keys:
+        except ts.ProtocolError:
+            return None
+        before, keys = keys, await client.keys(prefix)
+        if keys != before:
             continue
-        taken: dict[str, _Taken] = {}
-        entries: set[str] = set()
         try:
+            # First what may be gone soonest: it has been replaced before.
+            for key in read.keys() & refs.keys():
+                if read[key][0] != refs[key]:
+                    read[key] = refs[key], await _read(client, refs[key], held)
+            taken: dict[str, _Taken] = {}
+            entries: set[str] = set()
             for key in keys:
                 if key in entries:
                     continue
-                if key not in read or read[key][0] != refs[key]:
+                if key not in read:
                     read[key] = refs[key], await _read(client, refs[key], held)
                 taken[key] = read[key][1]
                 entries |= taken[key].entries
