@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 from collections import Counter
@@ -42,6 +43,8 @@ _VALUE = "value"
 # keys of which one may have been deleted since they were listed.
 _ROUNDS = 20
 _LATE = 1.0
+# Keys that are read at a time.
+_AT_ONCE = 256
 
 
 async def snapshot_store(
@@ -143,21 +146,19 @@ async def _of_one_moment(
     read: dict[str, tuple[ObjectRef, _Taken]] = {}
     keys = await client.keys(prefix)
     for _ in range(_ROUNDS):
-        try:
-            refs = await client.wait(keys, timeout=_LATE)
-        except ts.StoreTimeoutError:  # one was deleted
-            keys = await client.keys(prefix)
-            continue
-        except ts.ProtocolError:
+        before = keys
+        refs, keys = await asyncio.gather(_newest(client, keys), client.keys(prefix))
+        if refs is None:
             return None
-        before, keys = keys, await client.keys(prefix)
-        if keys != before:
+        if keys != before or len(refs) < len(keys):
             continue
         try:
-            # First what may be gone soonest: it has been replaced before.
-            for key in read.keys() & refs.keys():
-                if read[key][0] != refs[key]:
-                    read[key] = refs[key], await _read(client, refs[key], held)
+            # First what may be gone soonest, many at a time: it has been replaced before.
+            rest = [refs[key] for key in keys if key in read and read[key][0] != refs[key]]
+            while rest:
+                some, rest = rest[:_AT_ONCE], rest[_AT_ONCE:]
+                values = await asyncio.gather(*[_read(client, ref, held) for ref in some])
+                read |= {ref.key: (ref, value) for ref, value in zip(some, values, strict=True)}
             taken: dict[str, _Taken] = {}
             entries: set[str] = set()
             for key in keys:
@@ -171,6 +172,18 @@ async def _of_one_moment(
             continue
         return taken
     return None
+
+
+async def _newest(client: ts.Client, keys: list[str]) -> Mapping[str, ObjectRef] | None:
+    """The newest versions of keys at one moment; none if one of them was deleted, and None if they
+    are too many for one request.
+    """
+    try:
+        return await client.wait(keys, timeout=_LATE)
+    except ts.StoreTimeoutError:
+        return {}
+    except ts.ProtocolError:
+        return None
 
 
 async def _one_by_one(client: ts.Client, prefix: str, held: list[ts.HeldRef]) -> dict[str, _Taken]:
