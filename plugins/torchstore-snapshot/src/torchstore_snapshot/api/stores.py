@@ -144,6 +144,7 @@ async def _of_one_moment(
     one request.
     """
     read: dict[str, tuple[ObjectRef, _Taken]] = {}
+    tried: set[str] = set()
     keys = await client.keys(prefix)
     for _ in range(_ROUNDS):
         before = keys
@@ -154,7 +155,8 @@ async def _of_one_moment(
             continue
         try:
             # First what may be gone soonest, many at a time: it has been replaced before.
-            rest = [refs[key] for key in keys if key in read and read[key][0] != refs[key]]
+            rest = [refs[key] for key in tried & refs.keys()]
+            rest = [ref for ref in rest if ref.key not in read or read[ref.key][0] != ref]
             while rest:
                 some, rest = rest[:_AT_ONCE], rest[_AT_ONCE:]
                 values = await asyncio.gather(*[_read(client, ref, held) for ref in some])
@@ -164,7 +166,8 @@ async def _of_one_moment(
             for key in keys:
                 if key in entries:
                     continue
-                if key not in read:
+                if key not in tried:
+                    tried.add(key)
                     read[key] = refs[key], await _read(client, refs[key], held)
                 taken[key] = read[key][1]
                 entries |= taken[key].entries
