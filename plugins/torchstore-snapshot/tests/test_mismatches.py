@@ -14,6 +14,7 @@ import torch
 import torchstore_core as ts
 from torchstore_snapshot import (
     AppStateError,
+    RNGState,
     Snapshot,
     SnapshotCorruptError,
     SnapshotExistsError,
@@ -199,6 +200,17 @@ def test_an_application_state_that_is_no_mapping(folder: Path, wrong: Any) -> No
         lambda: Snapshot(folder).restore(wrong),
     ):
         with pytest.raises(AppStateError, match="an app_state is a dict of objects"):
+            call()
+    assert not (folder.parent / "t").exists()
+
+
+def test_a_class_in_place_of_an_object_of_it(folder: Path) -> None:
+    wrong: Any = {"m": state(1), "rng": RNGState}
+    for call in (
+        lambda: Snapshot.take(folder.parent / "t", wrong),
+        lambda: Snapshot(folder).restore(wrong),
+    ):
+        with pytest.raises(AppStateError, match=r"'rng'.* class RNGState; .* RNGState\(\)"):
             call()
     assert not (folder.parent / "t").exists()
 

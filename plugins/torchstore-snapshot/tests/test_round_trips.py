@@ -58,6 +58,30 @@ def test_every_dtype(tmp_path: Path) -> None:
         assert own[name].data_ptr() == places[name]
 
 
+@pytest.mark.parametrize("verify", [True, "streaming", False])
+def test_autograd_notices_that_tensors_were_filled(tmp_path: Path, verify: Any) -> None:
+    """A backward pass through what a restore has overwritten would use other values."""
+    whole, rows, small = (torch.randn(500, 500, requires_grad=True) for _ in range(3))
+    weights = StateDict(whole=whole, rows=rows[:, ::2], small=small[0, 0])
+    snapshot = Snapshot.take(tmp_path / "s", {"m": weights}, fsync=False)
+
+    squares = [(weight * weight).sum() for weight in (whole, rows, small)]
+    with torch.no_grad():
+        filled = StateDict(whole=whole, rows=rows[:, ::2], small=small[0, 0])
+    snapshot.restore({"m": filled}, verify=verify)
+    for square in squares:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            square.backward()
+
+    square = (whole * whole).sum()
+    snapshot.read_object("m/whole", obj_out=whole)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        square.backward()
+
+    with torch.inference_mode():  # tensors that have no version
+        snapshot.restore({"m": StateDict(whole=torch.empty(500, 500))}, strict=False)
+
+
 def test_strides_of_sources_and_destinations(tmp_path: Path) -> None:
     base = torch.randn(300, 200)
     stored = {"t": base.t(), "step": base[::2, 1::3], "row": base[3], "3d": base.view(30, 10, 200)}

@@ -200,6 +200,22 @@ async def test_a_wait_in_vain_says_what_there_is(shared):
         assert one["pending"][0]["committed"] == ["0"]
 
 
+async def test_a_wait_that_only_looks(shared):
+    refs = {"k": await ts.put("k", 1), "s/x": await ts.put_state_dict({"x": 1}, "s")}
+    found = await ts.wait(["k", "s/x"], timeout=0)
+    assert {key: ref.version for key, ref in found.items()} == {
+        k: r.version for k, r in refs.items()
+    }
+    least = refs["k"].version
+    assert await ts.wait("k", min_version=least, timeout=0) == {"k": refs["k"]}
+    with pytest.raises(ts.StoreTimeoutError, match="the newest is version"):
+        await ts.wait("k", min_version=least + 1, timeout=0)
+    with pytest.raises(ts.StoreTimeoutError, match="the newest is version"):
+        await ts.wait("k", after=refs["k"], timeout=0)
+    newer = await ts.put("k", 2)
+    assert await ts.wait("k", after=refs["k"], timeout=0) == {"k": newer}
+
+
 async def test_a_wait_in_vain_for_many_keys_names_a_few(shared):
     await ts.put("k", 1)
     names = [f"{i:05}" for i in range(5000)]

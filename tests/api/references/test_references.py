@@ -47,6 +47,17 @@ async def until_free(timeout: float = 1.0) -> None:
     assert await ends_within(asyncio.ensure_future(until(nothing_is_held)), timeout)
 
 
+async def test_refs_are_equal_or_different(shared):
+    ref = await ts.put("k", 1)
+    same = (await ts.wait("k"))["k"]
+    for other in (same, pickle.loads(pickle.dumps(ref)), ts.ObjectRef(ref.key, ref.version)):
+        assert other is not ref
+        assert (other == ref, other != ref) == (True, False)
+    newer = await ts.put("k", 2)
+    for other in (newer, "k", None):
+        assert (other == ref, other != ref) == (False, True)
+
+
 @pytest.mark.parametrize("value", [torch.arange(BIG), torch.ones(3), {"a": [1, "b"]}, b"", None])
 async def test_an_object_lives_as_long_as_its_reference(shared: ts.Client, value: object):
     ref = await ts.put_object(value)

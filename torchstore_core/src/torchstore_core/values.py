@@ -33,6 +33,8 @@ class ObjectRef(msgspec.Struct, frozen=True, array_like=True, eq=False, gc=False
     3
     >>> ref == ObjectRef("policy/w", 3, incarnation=71)
     True
+    >>> ref != ObjectRef("policy/w", 3)
+    False
     >>> ObjectRef("policy/w", 3, incarnation=44) == ObjectRef("policy/w", 3, incarnation=71)
     False
     """
@@ -50,6 +52,9 @@ class ObjectRef(msgspec.Struct, frozen=True, array_like=True, eq=False, gc=False
         if not (self.incarnation and other.incarnation):
             return True
         return (self.incarnation, self.timeline) == (other.incarnation, other.timeline)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other  # that of a Struct would compare identities
 
     def __hash__(self) -> int:
         return hash((self.key, self.version))

@@ -320,6 +320,29 @@ def test_there_and_back(tmp_path: Path) -> None:
                 assert (other.codec, other.data) == (entry.codec, entry.data)
 
 
+@pytest.mark.parametrize("kind", ["dcp", "torchsnapshot", "safetensors"])
+def test_a_default_device_does_not_leak(tmp_path: Path, kind: Kind) -> None:
+    """Models are built under ``torch.device("meta")``, then filled from a snapshot."""
+    weights = torch.arange(30_000.0).view(300, 100)
+    state = {"m": StateDict(w=weights, t=weights.t(), s=sharded())}
+    own = StateDict(w=torch.zeros(300, 100), t=torch.zeros(100, 300), s=torch.zeros(4, 6))
+    with torch.device("meta"):
+        Snapshot.take(tmp_path / "s", state, fsync=False)
+        convert(tmp_path / "s", tmp_path / "other", to=kind, fsync=False)
+        convert(tmp_path / "other", tmp_path / "back", fsync=False)
+        for name in ("s", "back"):
+            snapshot = Snapshot(tmp_path / name)
+            key = "m" if "m" in snapshot.manifest.shared else next(iter(snapshot.manifest.shared))
+            read = snapshot.get_state_dict_for_key(key)
+            assert read["w"].device.type == read["s"].device.type == "cpu"
+            assert torch.equal(read["w"], weights)
+            assert torch.equal(read["t"], weights.t())
+            assert torch.equal(snapshot.read_object(f"{key}/w"), weights)
+            snapshot.restore({key: own})
+            assert torch.equal(own["w"], weights)
+            assert torch.equal(own["s"], read["s"])
+
+
 def test_names_that_files_cannot_have(tmp_path: Path) -> None:
     state: dict[str, Any] = {"..": {"..": {"out": torch.ones(4)}}, ".": torch.ones(5)}
     state |= {"a\0b": torch.ones(6), "n" * 300: torch.ones(7), "s": sharded(), "s.0": torch.ones(8)}

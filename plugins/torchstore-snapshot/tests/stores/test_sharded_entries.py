@@ -85,6 +85,14 @@ async def test_shards_in_state_dicts_stay_shards(store: ts.Client, tmp_path: Pat
     assert torch.equal(back.to_state_dict()["w"], WHOLE)
 
 
+async def test_a_default_device_does_not_leak(store: ts.Client, tmp_path: Path) -> None:
+    await store.put_state_dict(state(1), "sd")
+    with torch.device("meta"):
+        await snapshot_store(tmp_path / "s", prefix="sd", fsync=False)
+        await load_into_store(tmp_path / "s", keep_versions=False)
+        check(await store.get_state_dict("sd"), 1)
+
+
 async def test_a_key_with_the_name_of_an_entry(store: ts.Client, tmp_path: Path) -> None:
     await store.put_state_dict(state(1), "sd")
     await store.put("sd/a.w", torch.zeros(2))

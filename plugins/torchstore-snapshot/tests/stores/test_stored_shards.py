@@ -15,7 +15,7 @@ from torchstore_core import boxes
 from torchstore_snapshot import Snapshot, load_into_store, snapshot_store
 from torchstore_snapshot.api import shards
 from torchstore_snapshot.api.shards import fetching
-from torchstore_snapshot.api.stores import _newest
+from torchstore_snapshot.api.stores import _read
 from torchstore_snapshot.format.manifest import StoredKey, TensorEntry
 from torchstore_snapshot.taking.collecting import collect_values
 
@@ -144,10 +144,10 @@ async def test_a_version_that_is_replaced_before_it_is_written(store: ts.Client)
     """What is in the snapshot was read by stat; its shards are only read later."""
     await put(store, "w", WHOLE)
     held: list[ts.HeldRef] = []
-    found, value = await _newest(store, "w", held)
+    taken = await _read(store, (await store.wait("w"))["w"], held)
     await put(store, "w", WHOLE + 1)
-    items = collect_values({"w": {"value": value}}, absent=True)
-    fetch = fetching(store, {"w": StoredKey("tensor", found.version)})
+    items = collect_values({"w": taken.value}, absent=True)
+    fetch = fetching(store, {"w": StoredKey("tensor", taken.version)})
     pieces = [(items[0], piece) for piece in items[0].pieces]
     tensors = await asyncio.to_thread(fetch, pieces)
     for box, tensor in zip(BOXES, tensors, strict=True):

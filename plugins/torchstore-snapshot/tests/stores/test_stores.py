@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,69 @@ async def test_a_store_comes_back_with_its_versions(store: ts.Client, tmp_path: 
         await load_into_store(tmp_path / "s", prefix="w")
     assert "rewind" not in str(raised.value)
     assert (await load_into_store(tmp_path / "s", prefix="w", keep_versions=False))["w"].version
+
+
+async def test_objects_with_tensors_in_them_come_back(store: ts.Client, tmp_path: Path) -> None:
+    """A store pickles them, and a snapshot does not."""
+    batch = {"tokens": [torch.arange(3), torch.arange(40_000)], "lengths": (3, 40_000)}
+    await store.put("batch", batch)
+    snapshot = await snapshot_store(tmp_path / "s", fsync=False)
+    assert b"pickle" not in (tmp_path / "s" / "snapshot.json").read_bytes()
+    assert torch.equal(snapshot.read_object("batch/value.tokens.0"), torch.arange(3))
+
+    await ts.shutdown()
+    again = await ts.initialize(**SMALL)
+    await load_into_store(tmp_path / "s")
+    back = await again.get("batch")
+    assert [t.tolist() for t in back["tokens"]] == [t.tolist() for t in batch["tokens"]]
+    assert back["lengths"] == (3, 40_000)
+
+    await ts.shutdown()
+    await ts.initialize(**SMALL, allow_pickle=False)
+    with pytest.raises(ts.UnsafeObjectError, match=r"'batch': a dict .* as state dicts"):
+        await load_into_store(tmp_path / "s")
+
+
+async def test_what_was_put_together_is_there_together(store: ts.Client, tmp_path: Path) -> None:
+    await store.put_batch({f"m/{number}": number for number in range(300)})
+
+    async def publish() -> None:
+        for step in itertools.count():
+            weights = torch.full((30_000,), float(step))
+            await store.put_batch({"a": weights, "n": step, "z": weights})
+            await store.put_state_dict({"w": weights}, f"run/{step}")  # there are new keys, too
+            await asyncio.sleep(0.05)  # less than it takes to read all keys
+
+    publisher = asyncio.create_task(publish())
+    await store.wait(["a", "run/0"])
+    steps = []
+    for number in range(4):
+        snapshot = await snapshot_store(tmp_path / str(number), fsync=False)
+        read = [snapshot.read_object(f"{key}/value") for key in ("a", "n", "z")]
+        assert read[0].unique().tolist() == read[2].unique().tolist() == [read[1]]
+        steps.append(read[1])
+    assert steps == sorted({*steps})
+    publisher.cancel()
+    await asyncio.gather(publisher, return_exceptions=True)
+
+
+async def test_keys_that_are_put_again_all_the_time(store: ts.Client, tmp_path: Path) -> None:
+    async def publish(key: str) -> None:
+        for step in itertools.count():
+            await store.put_state_dict({"w": torch.full((30_000,), float(step)), "n": step}, key)
+            await store.put(f"{key}-plain", torch.full((30_000,), float(step)))
+
+    publishers = [asyncio.create_task(publish(key)) for key in ("a", "b")]
+    await store.wait(["a", "a-plain", "b", "b-plain"])
+    for number in range(12):
+        snapshot = await snapshot_store(tmp_path / str(number), fsync=False)
+        for key in ("a", "b"):
+            state = snapshot.get_state_dict_for_key(key)
+            assert state["w"].unique().tolist() == [state["n"]]
+            assert len(snapshot.read_object(f"{key}-plain/value").unique()) == 1
+    for publisher in publishers:
+        publisher.cancel()
+    await asyncio.gather(*publishers, return_exceptions=True)
 
 
 @pytest.mark.parametrize("keep_versions", [True, False])

@@ -44,7 +44,8 @@ class _Sharded(NamedTuple):
         """A destination for none of its elements."""
         extents = (0, *self.meta.shape[1:])
         part = TensorSlice((0,) * len(extents), extents, self.meta.shape)
-        return ts.TensorShard(torch.empty(extents, dtype=dtype_of(self.meta, "")), part)
+        dtype = dtype_of(self.meta, "")
+        return ts.TensorShard(torch.empty(extents, dtype=dtype, device="cpu"), part)
 
 
 class _Listed(NamedTuple):

@@ -65,8 +65,8 @@ def checked(app_state: AppState) -> list[tuple[str, Stateful]]:
     state of the random number generator first.
 
     Raises:
-        AppStateError: it is no mapping, a key is not a non-empty str, a value is not
-            :class:`Stateful`, or there are several :class:`RNGState`.
+        AppStateError: it is no mapping, a key is not a non-empty str, a value is a class or
+            not :class:`Stateful`, or there are several :class:`RNGState`.
     """
     given: object = app_state
     if not isinstance(given, Mapping):
@@ -78,6 +78,11 @@ def checked(app_state: AppState) -> list[tuple[str, Stateful]]:
         name: object = key
         if not isinstance(name, str) or not name:
             raise AppStateError(f"the keys of an app_state are non-empty str, not {name!r}")
+        if isinstance(value, type):  # it has the methods, but no state
+            raise AppStateError(
+                f"app_state[{key!r}] is the class {value.__qualname__}; give an object of it, such "
+                f"as {value.__qualname__}()"
+            )
         if not isinstance(value, Stateful):
             raise AppStateError(
                 f"app_state[{key!r}] has no state_dict() and load_state_dict(): it is a "

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torchstore_core as ts
 from torchstore_core.clients.calls import thread_loops
@@ -16,7 +17,7 @@ from torchstore_core.clients.packed.packed import TorchStoreStateDict
 from torchstore_core.clients.stores.environment import DEFAULT_NAME
 from torchstore_core.clients.values import nesting
 from torchstore_core.errors import ConfigurationError
-from torchstore_core.values import ObjectRef, Request, StateDictMeta
+from torchstore_core.values import ObjectRef, StateDictMeta
 from torchstore_snapshot.api.entries import state_dict_in, with_shards
 from torchstore_snapshot.api.shards import (
     STATE_DICT,
@@ -38,6 +39,12 @@ from torchstore_snapshot.taking.take import take_values
 __all__ = ["load_into_store", "snapshot_store"]
 
 _VALUE = "value"
+# How often to look for a moment of which everything can be read, and how many seconds to wait for
+# keys of which one may have been deleted since they were listed.
+_ROUNDS = 20
+_LATE = 1.0
+# Keys that are read at a time.
+_AT_ONCE = 256
 
 
 async def snapshot_store(
@@ -52,12 +59,13 @@ async def snapshot_store(
 ) -> Snapshot:
     """Take a snapshot of what is in a store.
 
-    Each key has the newest version that it had during the call, and a state dict of which the store
-    keeps several versions has all of them; each is consistent in itself. Tensors are written
-    straight from the store's memory, and stay leased until they are. A tensor that is stored as
-    shards is written shard by shard, each of them once, however many copies the store has; from
-    another host, 64 MiB of shards are fetched at a time. The same holds for sharded entries of
-    state dicts.
+    All keys have the versions that they had at one moment, so that what was put together is there
+    together, unless something is always put again before it can be read: then each key has the
+    newest version that it had during the call. A state dict of which the store keeps several
+    versions has all of them. Tensors are written straight from the store's memory, and stay leased
+    until they are. A tensor that is stored as shards is written shard by shard, each of them once,
+    however many copies the store has; from another host, 64 MiB of shards are fetched at a time.
+    The same holds for sharded entries of state dicts.
 
     Args:
         path: where to.
@@ -78,41 +86,20 @@ async def snapshot_store(
     path_text(path)
     _check_prefix(prefix)
     client = await ts.client(store_name)
-    states: dict[str, Any] = {}
-    stored: dict[str, StoredKey] = {}
-    entries: set[str] = set()
     held: list[ts.HeldRef] = []  # what is not read yet
-    keys = await client.keys(prefix)
-    for key in keys:
-        if key in entries:
-            continue
-        try:
-            found, value = await _newest(client, key, held)
-        except (ts.KeyNotFoundError, ts.VersionGoneError):
-            try:  # it was put again in the meantime, or deleted
-                found, value = await _newest(client, key, held)
-            except ts.KeyNotFoundError:
-                continue
-        if found.kind != STATE_DICT:
-            stored[key] = StoredKey(found.kind, found.version)
-            states[key] = {_VALUE: value}
-            continue
-        stored[key] = StoredKey(found.kind, found.version, _packed(found))
-        states[key] = value
-        entries |= {f"{key}/{leaf.name}" for leaf in nesting.flatten(key, states[key])}
-        for version in found.versions:
-            if version == found.version:
-                continue
-            try:
-                then = await client.stat(key, version=version)
-                value = await state_dict_in(client, key, version, held)
-            except (ts.KeyNotFoundError, ts.VersionGoneError):
-                continue  # newer versions have taken its place
-            name = f"{key}@{version}"
-            while name in states or name in keys:
+    taken = await _of_one_moment(client, prefix, held)
+    if taken is None:
+        taken = await _one_by_one(client, prefix, held)
+    states = {key: each.value for key, each in taken.items()}
+    stored = {key: StoredKey(each.kind, each.version, each.packed) for key, each in taken.items()}
+    entries = {name for each in taken.values() for name in each.entries}
+    for key, each in taken.items():
+        for old in each.older:
+            name = f"{key}@{old.version}"
+            while name in states or name in entries:
                 name += "@"
-            stored[name] = StoredKey(found.kind, version, _packed(then), key)
-            states[name] = value
+            stored[name] = StoredKey(old.kind, old.version, old.packed, key)
+            states[name] = old.value
     options = TakeOptions(overwrite=overwrite, fsync=fsync, allow_pickle=allow_pickle)
     fetch = fetching(client, stored)
 
@@ -130,17 +117,115 @@ def _check_prefix(prefix: object) -> None:
         raise ConfigurationError(f"prefix is a str, not {prefix!r}")
 
 
-async def _newest(client: ts.Client, key: str, held: list[ts.HeldRef]) -> tuple[ts.Found, Any]:
-    """What is known about a key, and its value; only the places of shards, whose version is held
-    until they are read.
+class _Taken(NamedTuple):
+    """A version of a key.
+
+    Args:
+        value: the state dict, or a dict with the value. Of shards, only their places; their version
+            is held until they are read.
+        entries: the names under which the store has the entries of the state dict.
+        older: the versions of the state dict before it that the store keeps, without any of their
+            own.
     """
-    found = await client.stat(key)
-    if found.kind == STATE_DICT:
-        return found, await state_dict_in(client, key, found.version, held)
-    if not found.shards:
-        return found, await client.get(Request(key, found.version))
-    held.append(await client.hold(ObjectRef(key, found.version)))
-    return found, described(found)
+
+    kind: str
+    version: int
+    packed: bool
+    value: dict[str, Any]
+    entries: Set[str] = frozenset()
+    older: Sequence[_Taken] = ()
+
+
+async def _of_one_moment(
+    client: ts.Client, prefix: str, held: list[ts.HeldRef]
+) -> dict[str, _Taken] | None:
+    """Read every key as it was at one moment: what has been replaced before it is read is read
+    again, and what was not is not. None if something always was, or if there are too many keys for
+    one request.
+    """
+    read: dict[str, tuple[ObjectRef, _Taken]] = {}
+    tried: set[str] = set()
+    keys = await client.keys(prefix)
+    for _ in range(_ROUNDS):
+        before = keys
+        refs, keys = await asyncio.gather(_newest(client, keys), client.keys(prefix))
+        if refs is None:
+            return None
+        if keys != before or len(refs) < len(keys):
+            continue
+        try:
+            # First what may be gone soonest, many at a time: it has been replaced before.
+            rest = [refs[key] for key in tried & refs.keys()]
+            rest = [ref for ref in rest if ref.key not in read or read[ref.key][0] != ref]
+            while rest:
+                some, rest = rest[:_AT_ONCE], rest[_AT_ONCE:]
+                values = await asyncio.gather(*[_read(client, ref, held) for ref in some])
+                read |= {ref.key: (ref, value) for ref, value in zip(some, values, strict=True)}
+            taken: dict[str, _Taken] = {}
+            entries: set[str] = set()
+            for key in keys:
+                if key in entries:
+                    continue
+                if key not in tried:
+                    tried.add(key)
+                    read[key] = refs[key], await _read(client, refs[key], held)
+                taken[key] = read[key][1]
+                entries |= taken[key].entries
+        except (ts.KeyNotFoundError, ts.VersionGoneError):
+            continue
+        return taken
+    return None
+
+
+async def _newest(client: ts.Client, keys: list[str]) -> Mapping[str, ObjectRef] | None:
+    """The newest versions of keys at one moment; none if one of them was deleted, and None if they
+    are too many for one request.
+    """
+    try:
+        return await client.wait(keys, timeout=_LATE)
+    except ts.StoreTimeoutError:
+        return {}
+    except ts.ProtocolError:
+        return None
+
+
+async def _one_by_one(client: ts.Client, prefix: str, held: list[ts.HeldRef]) -> dict[str, _Taken]:
+    """Read every key, each as it is when its turn comes."""
+    taken: dict[str, _Taken] = {}
+    entries: set[str] = set()
+    for key in await client.keys(prefix):
+        if key in entries:
+            continue
+        try:
+            held.append(await client.hold(key))
+        except ts.KeyNotFoundError:  # it was deleted
+            continue
+        taken[key] = await _read(client, held[-1].ref, held)
+        entries |= taken[key].entries
+    return taken
+
+
+async def _read(client: ts.Client, ref: ObjectRef, held: list[ts.HeldRef]) -> _Taken:
+    key = ref.key
+    found = await client.stat(key, version=ref.version)
+    if found.kind != STATE_DICT:
+        if not found.shards:
+            return _Taken(found.kind, found.version, False, {_VALUE: await client.get(ref)})
+        held.append(await client.hold(ref))
+        return _Taken(found.kind, found.version, False, {_VALUE: described(found)})
+    value = await state_dict_in(client, key, found.version, held)
+    older: list[_Taken] = []
+    for version in found.versions:
+        if version >= found.version:
+            continue
+        try:
+            then = await client.stat(key, version=version)
+            state = await state_dict_in(client, key, version, held)
+        except (ts.KeyNotFoundError, ts.VersionGoneError):
+            continue  # newer versions have taken its place
+        older.append(_Taken(then.kind, version, _packed(then), state))
+    entries = {f"{key}/{leaf.name}" for leaf in nesting.flatten(key, value)}
+    return _Taken(found.kind, found.version, _packed(found), value, entries, older)
 
 
 def _packed(found: ts.Found) -> bool:
@@ -169,7 +254,8 @@ async def load_into_store(
         keep_versions: give each key the version that it had, if the snapshot is one of a store; a
             key with this version or a newer one in the store is an error then. Otherwise, each put
             makes the next version.
-        allow_pickle: also load values that were pickled.
+        allow_pickle: also load values that were pickled. How values are put is up to the store:
+            what a snapshot has without pickle, such as tensors in a list, may need it there.
         verify: compare hashes.
         storage_options: as for ``Snapshot``.
 
@@ -180,7 +266,8 @@ async def load_into_store(
         SnapshotNotFoundError, SnapshotCorruptError, SnapshotFormatError, UnsafeObjectError: the
             snapshot cannot be read. Keys before the damaged one have been put; of one that is in
             shards, those before the damaged one are an unfinished version.
-        StoreFullError, VersionGoneError, StoreClosedError: a value cannot be put.
+        StoreFullError, VersionGoneError, StoreClosedError, UnsafeObjectError: a value cannot be
+            put.
     """
     check_bools(keep_versions=keep_versions, allow_pickle=allow_pickle, verify=verify)
     _check_prefix(prefix)
@@ -209,14 +296,12 @@ async def load_into_store(
         if known is not None and known.kind != STATE_DICT:
             if _VALUE not in state:
                 raise SnapshotNotFoundError(f"the snapshot {path!r} has no value of {key!r}")
-            return await client.put(key, state[_VALUE], version=version, allow_pickle=allow_pickle)
+            return await client.put(key, state[_VALUE], version=version)
         if known is not None:
             state = with_shards(state, key, manifest.of_rank(0)[name])
         value = TorchStoreStateDict.from_state_dict(state) if known and known.packed else state
         keep = counts[key] if counts[key] > 1 else None
-        return await client.put_state_dict(
-            value, key, version=version, keep=keep, allow_pickle=allow_pickle
-        )
+        return await client.put_state_dict(value, key, version=version, keep=keep)
 
     for key, name in sorted(found, key=order):
         if key.startswith(prefix):

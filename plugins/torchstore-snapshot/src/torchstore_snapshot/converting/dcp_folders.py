@@ -147,7 +147,8 @@ def _read_chunk(
 ) -> torch.Tensor:
     origin = torch.Size([0] * len(part.sizes))
     at = MetadataIndex(name, part.offsets, index)
-    raw = torch.empty(part.sizes.numel() * what.properties.dtype.itemsize, dtype=torch.uint8)
+    nbytes = part.sizes.numel() * what.properties.dtype.itemsize
+    raw = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     made = raw.view(what.properties.dtype).view(part.sizes)
     item = ReadItem(LoadItemType.TENSOR, at, origin, at, origin, part.sizes)
     _read(reader, item, _Receiver(made), source)

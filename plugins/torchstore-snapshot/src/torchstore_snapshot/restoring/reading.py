@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from torchstore_core import boxes
-from torchstore_core.clients.values.tensors import dtype_of
+from torchstore_core.clients.values.tensors import dtype_of, were_written
 from torchstore_core.machine import copying
 from torchstore_core.values import TensorMeta
 from torchstore_snapshot.devices import Devices
@@ -248,7 +248,10 @@ def _carry_out(
     if check == "during":
         hashes = {i: {} for i, read in enumerate(reads) if _hashed(files, read, limits)}
     work = tasks(files, dict(enumerate(reads)), hashes, advance, limits, devices)
-    run_tasks(work, limits.threads)
+    try:
+        run_tasks(work, limits.threads)
+    finally:
+        were_written(read.target for read in reads)
     for index, found in hashes.items():
         of = reads[index].range
         if of is not None and not holds(of, found):

@@ -125,7 +125,7 @@ class KeyOperations(ClientBase):
             after: wait for a version that follows this one; ``keys`` is its key. Unlike a number,
                 a ref belongs to one incarnation of a store and to one history of a key, so that
                 its reader is told when either has started over.
-            timeout: seconds.
+            timeout: seconds; 0: only look.
 
         Returns:
             For each key, the ref of the version that met the condition.
@@ -175,7 +175,17 @@ class KeyOperations(ClientBase):
             if not isinstance(error, StoreTimeoutError):
                 raise
             unmet = await wait_errors.unmet_keys(channel, names, min_version)
-            raise wait_errors.wait_timeout(names, min_version, clock.timeout, unmet) from None
+            if unmet is None or unmet:
+                raise wait_errors.wait_timeout(names, min_version, clock.timeout, unmet) from None
+            # All of it is there, as it often is for who only looks, with a timeout of 0.
+            request = msgspec.structs.replace(request, id=channel.next_id())
+            try:
+                reply = await channel.call(request, m.Committed, wait_errors.REQUEST_TIMEOUT_S)
+            except BaseException as late:
+                channel.cancel(request.id)
+                if not isinstance(late, StoreTimeoutError):
+                    raise
+                raise wait_errors.wait_timeout(names, min_version, clock.timeout, None) from None
         if renewed is not None:
             renewed.told(names)
         return refs_of(names, reply, incarnation)

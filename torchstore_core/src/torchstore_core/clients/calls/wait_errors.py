@@ -9,27 +9,34 @@ from torchstore_core.errors import StoreTimeoutError, TorchStoreError, in_second
 from torchstore_core.wire import messages as m
 
 # The deadline has passed already, so a server that does not reply at once is not waited for.
-_REQUEST_TIMEOUT_S = 0.1
+REQUEST_TIMEOUT_S = 0.1
 _MAX_REQUESTED = 256
 _MAX_LISTED = 16
 _MAX_IN_TEXT = 5
 
 
-async def unmet_keys(channel: Channel, keys: Sequence[str], min_version: int) -> list[m.UnmetKey]:
-    """Ask the server why the keys do not meet the condition; [] if it does not reply at once."""
+async def unmet_keys(
+    channel: Channel, keys: Sequence[str], min_version: int
+) -> list[m.UnmetKey] | None:
+    """Ask the server which keys do not meet the condition, and why; None if it does not reply at
+    once.
+    """
     request = m.Unmet(channel.next_id(), list(keys[:_MAX_REQUESTED]), min_version)
     try:
-        return (await channel.call(request, m.UnmetKeys, _REQUEST_TIMEOUT_S)).keys
+        return (await channel.call(request, m.UnmetKeys, REQUEST_TIMEOUT_S)).keys
     except TorchStoreError:  # the server is stopped or gone: report the time-out
-        return []
+        return None
 
 
 def wait_timeout(
-    keys: Sequence[str], min_version: int, timeout: float | None, unmet: Sequence[m.UnmetKey]
+    keys: Sequence[str],
+    min_version: int,
+    timeout: float | None,
+    unmet: Sequence[m.UnmetKey] | None,
 ) -> StoreTimeoutError:
     """Return the error of a wait that timed out."""
     least = f" with version {min_version} or newer" if min_version > 1 else ""
-    texts = [_describe(one) for one in unmet] or [repr(key) for key in keys]
+    texts = [_describe(one) for one in unmet or ()] or [repr(key) for key in keys]
     more = "; ..." if len(texts) > _MAX_IN_TEXT else ""
     if not unmet:
         more += "; what there is instead, the server did not say in time"

@@ -67,6 +67,7 @@ from torchstore_core.clients.values.tensors import (
     check_storage,
     dtype_of,
     slice_box,
+    were_written,
 )
 from torchstore_core.errors import LayoutMismatchError, ProtocolError, UnsupportedValueError
 from torchstore_core.values import ObjectMeta, TensorMeta
@@ -267,9 +268,7 @@ class TorchStoreStateDict(NoValue):
         if report:
             raise mismatch_error("the packed state dict", report)
         packing.copy_now(pairs)
-        for tensor in filled.values():
-            if not tensor.is_inference():  # tell autograd about the write
-                torch.autograd.graph.increment_version(tensor)
+        were_written(filled.values())
         return nesting.replace(user_state_dict, leaves, new.get)
 
     def _pairs(

@@ -26,11 +26,10 @@ from torchstore_core.clients.transfer.targets import (
     check_apart,
     plain_targets,
     resolve,
-    were_written,
 )
 from torchstore_core.clients.values.plain import MANY
 from torchstore_core.clients.values.sharding import is_sharded, local_parts
-from torchstore_core.clients.values.tensors import byte_like, plain_slice
+from torchstore_core.clients.values.tensors import byte_like, plain_slice, were_written
 from torchstore_core.errors import (
     LayoutMismatchError,
     UnsupportedValueError,

@@ -25,6 +25,7 @@ from torchstore_core.clients.values.tensors import (
     from_buffer,
     slice_box,
     strided_copy,
+    were_written,
 )
 from torchstore_core.errors import (
     LayoutMismatchError,
@@ -434,12 +435,6 @@ def out_of_memory(nbytes: int, error: RuntimeError) -> OutOfMemoryError:
         "(vm.max_map_count)",
         details={"requested_bytes": nbytes},
     )
-
-
-def were_written(tensors: Iterable[torch.Tensor]) -> None:
-    """Tell autograd, which did not see the writes to these tensors."""
-    with torch.inference_mode():  # where tensors of inference mode, which have no version, may be
-        torch.autograd.graph.increment_version(tensors)
 
 
 def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:

@@ -117,7 +117,7 @@ class TensorMove(_TensorMove, LibraryMove):
         address_of(self.key, self.tensor)  # it may have changed since it was planned
         whole = byte_like(self.tensor).reshape(-1).view(torch.uint8)
         part = whole[start : start + copy.nbytes]
-        staged = torch.empty(copy.nbytes, dtype=torch.uint8)
+        staged = torch.empty(copy.nbytes, dtype=torch.uint8, device="cpu")
         plan.staged.append(StagedTensor(self.key, part, staged))
         plan.copies.append(Copy(address_of("", staged), copy.segment, copy.offset, copy.nbytes))
 

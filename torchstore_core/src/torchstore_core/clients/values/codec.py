@@ -93,8 +93,8 @@ def encode_pieces(key: str, value: Any, *, allow_pickle: bool) -> tuple[ObjectMe
         if not allow_pickle:
             raise UnsafeObjectError(
                 f"{key!r}: a {type(value).__qualname__} needs pickle, which allow_pickle=False "
-                "forbids; put tensors, numbers, str, bytes and arrays of less than 4 GiB, and "
-                "plain containers of them, none of them in two places",
+                "forbids; put tensors, dicts of tensors as state dicts, or numbers, str, bytes and "
+                "arrays of less than 4 GiB, and plain containers of these, none in two places",
                 key=key,
             ) from None
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -301,6 +301,12 @@ def from_buffer(
     if stride is not None:
         return flat.as_strided(shape, stride)
     return flat if len(shape) == 1 else flat.view(shape)
+
+
+def were_written(tensors: Iterable[torch.Tensor]) -> None:
+    """Tell autograd, which did not see the writes to these tensors."""
+    with torch.inference_mode():  # where tensors of inference mode, which have no version, may be
+        torch.autograd.graph.increment_version(tensors)
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor | None:
