@@ -41,7 +41,7 @@ WIRING = {
     *("_warmed", "_last_put", "lost_volumes", "waiting", "_leases", "sessions", "incarnation"),
     *("spilling", "holds", "repairs", "drains", "unfinished", "_reads"),
 }
-INDEX = {"newest", "names", "timelines", "evictions"}
+INDEX = {"newest", "names", "timelines", "evictions", "_similar"}
 
 
 class LinkToLogs(KeeperLink):
