@@ -140,3 +140,30 @@ async def test_a_volume_that_is_lost_just_before_the_transfer_ends_it() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             await ts.shutdown()
+
+
+async def test_a_new_client_does_not_need_a_volume_that_hangs_and_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It connects to all volumes at the same time."""
+    async with running_store(num_storage_volumes=2, strategy="spread") as client:
+        await client.put("first", torch.zeros(MB))
+        await client.put("second", torch.ones(MB))
+        connect, begun, both = VolumeLinks.connect, set[int](), asyncio.Event()
+
+        async def connect_or_hang(links: VolumeLinks, candidate: Any) -> Any:
+            begun.add(links.info.index)
+            if len(begun) == 2:
+                both.set()
+            await both.wait()
+            if links.info.index == 0:
+                links.mark_lost("its host is gone")
+                raise TransportError("nobody answers")
+            return await connect(links, candidate)
+
+        await ts.reset_client()
+        monkeypatch.setattr(VolumeLinks, "connect", connect_or_hang)
+        assert torch.equal(await client.get("second", timeout=50), torch.ones(MB))
+        assert begun == {0, 1}
+        with pytest.raises(TransportUnavailableError, match="its host is gone"):
+            await client.get("first")

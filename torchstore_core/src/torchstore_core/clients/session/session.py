@@ -33,7 +33,7 @@ from torchstore_core.clients.session.volume_links import VolumeLinks
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.errors import StoreClosedError, StoreTimeoutError, TorchStoreError
 from torchstore_core.machine import topology
-from torchstore_core.machine.tasks import call_from_thread
+from torchstore_core.machine.tasks import call_from_thread, together
 from torchstore_core.plugins.ranking import Policy
 from torchstore_core.plugins.registry import Registry
 from torchstore_core.wire import messages as m
@@ -141,9 +141,8 @@ class Session:
             liveness.close()
             raise
         try:
-            for volume in session.volumes:
-                used = time.monotonic() - begun
-                await volume.connect_best(None if timeout is None else max(0.0, timeout - used))
+            left = None if timeout is None else max(0.0, timeout - (time.monotonic() - begun))
+            await together([volume.connect_best(left) for volume in session.volumes])
         except BaseException:
             session.close()
             raise

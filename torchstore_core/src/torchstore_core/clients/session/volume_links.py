@@ -242,7 +242,8 @@ class VolumeLinks:
     async def connect_best(self, timeout: float | None = None) -> None:
         """Connect the link for large values now, so that the first of them need not wait for it.
 
-        If that takes longer than ``timeout`` seconds, the link is connected when it is needed.
+        If that takes longer than ``timeout`` seconds, the link is connected when it is needed. A
+        volume that is lost meanwhile matters only to who wants something of it.
         """
         order = self.ranking.order(1 << 30, in_band=False)
         if order and not self.lost:
@@ -257,7 +258,8 @@ class VolumeLinks:
                     order[0], why, quietly=timeout is not None and timeout < _TOO_SHORT_S
                 )
             except TransportError as error:
-                self.failed(order[0], error)
+                if not self.lost:
+                    self.failed(order[0], error)
 
     def route(self, transport: str) -> str:
         """Over what a transport moves bytes: see ``Link.route``. Empty if it is not connected."""
