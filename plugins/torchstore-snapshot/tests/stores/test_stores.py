@@ -82,7 +82,8 @@ async def test_what_was_put_together_is_there_together(store: ts.Client, tmp_pat
             weights = torch.full((30_000,), float(step))
             await store.put_batch({"a": weights, "n": step, "z": weights})
             await store.put_state_dict({"w": weights}, f"run/{step}")  # there are new keys, too
-            await asyncio.sleep(0.05)  # less than it takes to read all keys
+            for _ in range(100):  # a part of what it takes to read all keys, on any machine
+                await store.exists("a")
 
     publisher = asyncio.create_task(publish())
     await store.wait(["a", "run/0"])

@@ -88,7 +88,7 @@ class Drains:
             spilled_bytes=on_disk,
             stuck_values=len(stuck),
             stuck_bytes=sum(e.value.nbytes for e in stuck),
-            why=next((e.why for e in stuck), repairs.waits_for if volume.draining else ""),
+            why=next((e.why for e in stuck), (volume.draining and repairs.waits_for) or ""),
         )
 
     def go_on(self) -> None:

@@ -81,7 +81,7 @@ class Repairs:
 
     Attributes:
         active: whether a volume was ever lost or drained.
-        waits_for: what the next copies wait for, if it is room in memory; empty if it is not.
+        waits_for: what the next copies wait for, for people, if it is room in memory.
         leavings: copies that were dropped, and are still read.
         departures: values that may leave memory, on volumes that are drained.
         copiers: who makes the copies.
@@ -118,7 +118,7 @@ class Repairs:
         self.backlog = Backlog()
         self.parked = Parked()
         spilling.settled = self._settled
-        self.waits_for = ""
+        self.waits_for: str | None = None
         self._refused = 0  # no room can be made for so many bytes, for the time being
         self._batch: _Batch | None = None
         self._search: Iterator[list[tuple[str, Value]]] | None = None
@@ -134,7 +134,8 @@ class Repairs:
     def idle(self) -> bool:
         """Whether all is done that can be done."""
         waiting = len(self.backlog) + len(self.departures)
-        return not (waiting or self.waits_for or self._batch or self._search or self._retry_is_due)
+        waiting += self.waits_for is not None
+        return not (waiting or self._batch or self._search or self._retry_is_due)
 
     # ---- what lacks copies ----------------------------------------------------------------
 
@@ -290,7 +291,7 @@ class Repairs:
 
     def _pump(self) -> None:
         """Begin the next batch, if that is possible now, and fetch what comes behind it."""
-        if self._search is not None or self.waits_for:
+        if self._search is not None or self.waits_for is not None:
             return
         self._refused = 0
         try:
@@ -306,7 +307,7 @@ class Repairs:
             self._back_off()
 
     def _wait_no_more(self) -> None:
-        self.waits_for = ""
+        self.waits_for = None
         self._pump()
 
     def _begin_next(self) -> None:
