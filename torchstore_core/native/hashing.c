@@ -26,7 +26,7 @@
  * of them is prefetched. Where that would be for the first cache alone, a copy leaves it to the hardware:
  * its own stores are in the way of further requests. */
 #define TURN 4
-#define AHEAD 2048
+#define AHEAD 8192
 #define DIGEST 16
 /* Shorter ranges have other formulas. */
 #define SHORTEST 241

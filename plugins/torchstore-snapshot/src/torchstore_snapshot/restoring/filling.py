@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from torchstore_snapshot.format.hashes import blocks
 from torchstore_snapshot.format.manifest import Piece
 from torchstore_snapshot.progress import Advance
 from torchstore_snapshot.restoring.checking import Limits, Range, checkable
-from torchstore_snapshot.restoring.fetching import Fetched
+from torchstore_snapshot.restoring.fetching import Fetched, Span
 from torchstore_snapshot.restoring.files import Files, Rows, adjacent
 from torchstore_snapshot.restoring.hashing import hashes_of
 from torchstore_snapshot.restoring.mappings import address_of
@@ -38,7 +37,6 @@ _PART, _MAPPED = 16 << 20, 4 << 20
 _STEP = 256 << 10
 
 
-@dataclass(frozen=True)
 class Read:
     """A box to be read from a piece.
 
@@ -48,33 +46,38 @@ class Read:
         source: the box of the piece, in the whole tensor.
         box: what is read of it.
         target: where it goes: a tensor of the shape of ``box``, with any strides, on any device.
+
+    Attributes:
+        span: what contains the box, in the file.
+        dense: whether the box is all of the span.
     """
 
-    path: str
-    piece: Piece
-    source: boxes.Box
-    box: boxes.Box
-    target: torch.Tensor
+    __slots__ = "box", "dense", "path", "piece", "source", "span", "target"
 
-    @functools.cached_property
-    def span(self) -> tuple[int, int]:
-        """The first byte and the end, in the file, of what contains the box."""
-        if self.box == self.source:
-            return self.piece.start, self.piece.start + self.target.nbytes
-        itemsize = self.target.itemsize
-        inner = boxes.relative(self.box, self.source)
-        strides = strides_of(self.source.shape)
+    def __init__(
+        self, path: str, piece: Piece, source: boxes.Box, box: boxes.Box, target: torch.Tensor
+    ) -> None:
+        self.path, self.piece, self.source, self.box, self.target = path, piece, source, box, target
+        nbytes = target.nbytes
+        if box == source:
+            self.span = Span(piece.file, piece.start, piece.start + nbytes)
+            self.dense = True
+            return
+        itemsize = target.itemsize
+        inner = boxes.relative(box, source)
+        strides = strides_of(source.shape)
         first = sum(o * s for o, s in zip(inner.offset, strides, strict=True))
         last = sum((e - 1) * s for e, s in zip(inner.end, strides, strict=True))
-        return self.piece.start + first * itemsize, self.piece.start + (last + 1) * itemsize
+        end = piece.start + (last + 1) * itemsize
+        self.span = Span(piece.file, piece.start + first * itemsize, end)
+        self.dense = end - self.span.begin == nbytes
 
     @property
     def rows(self) -> Rows | None:
         """Which parts of the span are read: a row for each index of the box's first dimension that
         has several. None if it is all of the span.
         """
-        begin, end = self.span
-        first = self.first if end - begin != self.target.nbytes else None
+        first = None if self.dense else self.first
         if first is None:
             return None
         strides = strides_of(self.source.shape)
@@ -93,15 +96,22 @@ class Read:
         box, offset, shape = self.box, [*self.box.offset], [*self.box.shape]
         offset[dim], shape[dim] = box.offset[dim] + start, count
         box = boxes.Box(tuple(offset), tuple(shape))
-        return replace(self, box=box, target=self.target.narrow(dim, start, count))
+        return self.into(self.target.narrow(dim, start, count), box)
+
+    def into(self, target: torch.Tensor, box: boxes.Box | None = None) -> Read:
+        """Return the read of the same box, or of another one, into another tensor."""
+        return Read(self.path, self.piece, self.source, box or self.box, target)
+
+    @property
+    def around(self) -> Range:
+        """What of the piece contains the box."""
+        start = self.piece.start
+        return Range(self.path, self.piece, self.span.begin - start, self.span.end - start)
 
     @property
     def range(self) -> Range | None:
         """What is read of the piece; None if its bytes are not contiguous."""
-        begin, end = self.span
-        if end - begin != self.target.nbytes:
-            return None
-        return Range(self.path, self.piece, begin - self.piece.start, end - self.piece.start)
+        return self.around if self.dense else None
 
 
 def strides_of(shape: tuple[int, ...]) -> list[int]:
@@ -114,9 +124,7 @@ def strides_of(shape: tuple[int, ...]) -> list[int]:
 
 def fills(read: Read) -> bool:
     """Whether the bytes of a read lie in its target as they do in the file."""
-    begin, end = read.span
-    target = read.target
-    return target.is_contiguous() and end - begin == target.nbytes
+    return read.dense and read.target.is_contiguous()
 
 
 def apart(read: Read, gap: int) -> Iterator[Read]:
@@ -152,14 +160,14 @@ def tasks(
     most = _PART if remote else _MAPPED
     group: list[_Part] = []
     room = 0 if remote else task_size(left)
-    for index in sorted(reads, key=lambda index: (reads[index].piece.file, reads[index].span)):
+    for index in sorted(reads, key=lambda index: reads[index].span):
         read = reads[index]
         target = read.target.detach()
         if not fills(read):
             left -= target.nbytes
             yield functools.partial(_scatter, files, read, target, advance, limits, devices)
             continue
-        begin, _ = read.span
+        begin = read.span.begin
         found = hashes.get(index)
         memory, on_device = memoryview(b""), None
         if target.is_cpu:
@@ -221,7 +229,7 @@ def _parts(
     """The parts of a read: first byte and end in the file, and the number of the block that it is;
     -1 if it is not hashed. Those that are not have at most ``most`` bytes.
     """
-    begin, end = read.span
+    _, begin, end = read.span
     first, at = read.piece.start, begin
     of = read.range
     if hashed and of is not None:
@@ -338,9 +346,9 @@ def _scatter(
     if not target.is_cpu:
         check_storage(read.path, target)
         most = min(most, devices.slot)
-    for part in _cut(replace(read, target=target), most, spans=limits.nbytes is not None):
+    for part in _cut(read.into(target), most, spans=limits.nbytes is not None):
         view = part.target
-        begin, end = part.span
+        _, begin, end = part.span
         buffer: Any = files.window(read.piece.file, begin, end - begin, part.rows)
         if buffer is None:
             buffer = bytearray(end - begin)
@@ -365,7 +373,7 @@ def _cut(read: Read, most: int, *, spans: bool) -> Iterator[Read]:
     """Cut a read into parts of at most ``most`` bytes; with ``spans``, of which each needs at most
     as many bytes of its file, in one range, unless a single element has more.
     """
-    begin, end = read.span
+    _, begin, end = read.span
     size = end - begin if spans else read.target.nbytes
     dim = read.first
     if size <= most or dim is None:

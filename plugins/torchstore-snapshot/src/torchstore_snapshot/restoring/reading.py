@@ -35,7 +35,6 @@ from torchstore_snapshot.restoring.fetching import (
     REQUESTS,
     WINDOW,
     Fetched,
-    Span,
     hold_max,
     merged,
     windows,
@@ -197,8 +196,7 @@ def _hashed(files: Files | Fetched, read: Read, limits: Limits) -> bool:
 
 def _covering(files: Files | Fetched, read: Read) -> Range:
     """The blocks that contain what is read, and perhaps, between rows, others."""
-    begin, end = (at - read.piece.start for at in read.span)
-    return covering(Range(read.path, read.piece, begin, end), files.block(read.piece.file))
+    return covering(read.around, files.block(read.piece.file))
 
 
 def _execute(
@@ -227,7 +225,7 @@ def _map(files: Files | Fetched, reads: Sequence[Read], checked: Sequence[Range]
     spans = {of.span for of in checked}
     for read in reads:
         if (rows := read.rows) is None or not rows.apart:
-            spans.add(Span(read.piece.file, *read.span))
+            spans.add(read.span)
     ranges: dict[int, list[tuple[int, int]]] = {read.piece.file: [] for read in reads}
     for file, begin, end in merged(spans, 0):
         ranges[file].append((begin, end))
@@ -282,7 +280,7 @@ def _execute_remote(
         _carry_out(files, direct, check, advance, Limits(REQUESTS), devices)
         chosen = {id(read) for read in direct}
         reads = [read for read in reads if id(read) not in chosen]
-    spans = [Span(read.piece.file, *read.span) for read in reads]
+    spans = [read.span for read in reads]
     if check == "all":
         spans = [_covering(files, read).span for read in reads]
     groups = list(windows(spans, hold_max() if before else WINDOW))
@@ -293,7 +291,7 @@ def _execute_remote(
         if ready is not None:
             ready()
         check, ready = None, None
-        spans = [Span(read.piece.file, *read.span) for read in reads]
+        spans = [read.span for read in reads]
     for group in groups:
         held = Fetched(files, [spans[i] for i in group])
         _execute(held, [reads[i] for i in group], check, advance, UNLIMITED, devices, ready)
