@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import tempfile
 
 from torchstore_core.clients.session.holder import Holder, StorePlace
 from torchstore_core.values import ObjectRef
+from torchstore_core.wire import messages as m
+from torchstore_core.wire.framing import FrameReader, decode_request
 
 
 def test_nothing_is_given_up_while_the_server_is_late() -> None:
@@ -25,3 +28,34 @@ def test_nothing_is_given_up_while_the_server_is_late() -> None:
         assert holder.usable
         assert holder.busy
         holder.close()
+
+
+def test_references_that_end_one_after_the_other_wake_nobody() -> None:
+    """Each had woken the thread that was about to look again in any case."""
+    ours, theirs = socket.socketpair()
+    woken: list[None] = []
+    with ours, theirs:
+        place = StorePlace("store", 1, "unix:/nowhere", "host")
+        holder = Holder(place, ours, itertools.count(1).__next__, lambda: woken.append(None))
+
+        def end(ident: int) -> None:
+            holder.begin(ident, ObjectRef("w", 1))
+            holder.end(ident)
+
+        end(1)
+        assert len(woken) == 1
+        assert holder.due_in() == 0
+        holder.flush_if_due(now=False)
+        assert not holder.busy
+        end(2)
+        assert len(woken) == 1
+        assert holder.due_in() is not None
+        holder.flush_if_due(now=True)
+        assert not holder.busy
+        holder.flush_if_due(now=True)  # nothing has ended meanwhile: it rests
+        assert holder.due_in() is None
+        end(3)
+        assert len(woken) == 2
+        holder.flush_if_due(now=True)
+        sent = FrameReader(1 << 20).feed(theirs.recv(1 << 16))
+        assert [decode_request(body) for body in sent] == [m.Unhold([at]) for at in (1, 2, 3)]
