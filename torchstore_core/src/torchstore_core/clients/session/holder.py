@@ -192,9 +192,9 @@ class Holder:
         if now or self.due_in() == 0.0:
             self._looks_again = self._is_urgent = False  # before: what ends later wakes it again
             self._flushed_at = time.monotonic()
-            if self._outbox:
-                self.flush(None)
-                # References of a loop end one after the other: none of these has to wake it.
+            more_may_end = bool(self._outbox)
+            self.flush(None)
+            if more_may_end:  # as in a loop, where none of them has to wake the thread
                 self._looks_again = True
 
     def flush(self, patience_s: float | None) -> None:

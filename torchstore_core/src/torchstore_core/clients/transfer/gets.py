@@ -67,9 +67,7 @@ class ValueRequest(msgspec.Struct, frozen=True, gc=False):
     def make(cls, what: Any, tensor: Any = None, part: TensorSlice | None = None) -> ValueRequest:
         if type(what) is str and part is None:  # the usual case, very often
             return cls(check_key(what), 0, tensor, None)
-        if isinstance(what, HeldRef):
-            what = what.ref
-        elif isinstance(what, Request) and what.tensor_slice is not None:
+        if isinstance(what, Request) and what.tensor_slice is not None:
             if part is not None:
                 raise LayoutMismatchError(
                     f"{what.key!r}: the Request says itself which slice it wants; give either that "
@@ -82,6 +80,8 @@ class ValueRequest(msgspec.Struct, frozen=True, gc=False):
             )
         if part is not None:
             part = plain_slice(str(what), part)
+        if isinstance(what, HeldRef):
+            what = what.ref
         if isinstance(what, ObjectRef):
             version = check_exact(what.key, what.version)
             of = what.incarnation, what.timeline
