@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import socket
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 
 from torchstore_core.clients.session.holder import Holder, StorePlace
 from torchstore_core.values import ObjectRef
@@ -59,3 +60,23 @@ def test_references_that_end_one_after_the_other_wake_nobody() -> None:
         holder.flush_if_due(now=True)
         sent = FrameReader(1 << 20).feed(theirs.recv(1 << 16))
         assert [decode_request(body) for body in sent] == [m.Unhold([at]) for at in (1, 2, 3)]
+
+
+def test_the_thread_sends_what_others_could_not() -> None:
+    """Nothing ends any more, but what has ended is still to be sent."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ThreadPoolExecutor() as pool:
+        place = StorePlace("store", 1, "unix:/nowhere", "host")
+        holder = Holder(place, ours, itertools.count(1).__next__, lambda: None)
+        for ident in range(1 << 20):  # more than the system keeps for who reads nothing
+            holder.begin(ident, ObjectRef("w", 1))
+            holder.end(ident)
+        holder.flush(0.0)
+        assert holder.busy
+        reading = pool.submit(lambda: b"".join(iter(lambda: theirs.recv(1 << 16), b"")))
+        holder.flush_if_due(now=True)
+        assert not holder.busy
+        ours.shutdown(socket.SHUT_WR)
+        sent = FrameReader(1 << 26).feed(reading.result())
+        ended = [ident for body in sent for ident in decode_request(body).holds]
+        assert ended == list(range(1 << 20))
