@@ -430,7 +430,7 @@ class Client(VolumeOperations):
     def _moves_values(self, allow_pickle: bool | None) -> bool:
         """Check that values can be moved here. Returns whether they may be pickled."""
         check_no_fake_mode()
-        return self._pickles(allow_pickle)
+        return self._allow_pickle if allow_pickle is None else self._pickles(allow_pickle)
 
     async def _get(
         self, wants: Sequence[ValueRequest] | Named, clock: Clock, allow_pickle: bool | None
@@ -439,6 +439,7 @@ class Client(VolumeOperations):
         values: list[Any] = []
         dicts: list[tuple[int, int, StateDictMeta]] = []
         into_own = False
+        asked: list[list[ValueRequest]] | None = None  # one each
         if isinstance(wants, Named):
             clock.key = wants.keys[0]
             session, channel = self._here(clock) or await self._join(clock)
@@ -449,20 +450,27 @@ class Client(VolumeOperations):
             got, entries = reply
             into_own = wants.tensors is not None
             wants = requests_of(wants)
-            asked = [[want] for want in wants]
         else:
             clock.key, clock.version = wants[0].key, wants[0].version
             for want in wants:
                 if want.tensor is not None:
                     into_own = True
                     break
-            asked = [asks_of(want) for want in wants] if into_own else [[want] for want in wants]
-            asks = [ask for parts in asked for ask in parts] if into_own else wants
+            asks = wants
+            if into_own:
+                asked = [asks_of(want) for want in wants]
+                asks = [ask for parts in asked for ask in parts]
             session, channel = self._here(clock) or await self._join(clock)
             got, entries = await get_asks(session, channel, asks, clock, pickle_too)
-        if not (into_own or any(type(entry.meta) is StateDictMeta for entry in entries)):
-            clock.version = entries[0].version
-            return [got[at] for at in range(len(wants))]
+        if not into_own:
+            for entry in entries:
+                if type(entry.meta) is StateDictMeta:
+                    break
+            else:
+                clock.version = entries[0].version
+                return [got[at] for at in range(len(wants))]
+        if asked is None:
+            asked = [[want] for want in wants]
         if asked[0]:
             clock.version = entries[0].version
         at = 0

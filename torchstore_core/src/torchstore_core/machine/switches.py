@@ -16,7 +16,10 @@ def is_on(variable: str, *, default: bool = False) -> bool:
     Raises:
         ConfigurationError: it is something else.
     """
-    text = os.environ.get(variable, "").strip().lower()
+    # Asked with every small put, and seldom set: a miss in `os.environ` is an exception within it.
+    if variable.encode() not in os.environ._data:  # type: ignore[attr-defined]
+        return default
+    text = os.environ[variable].strip().lower()
     if not text:
         return default
     try:

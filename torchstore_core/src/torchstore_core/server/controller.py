@@ -288,8 +288,10 @@ class Controller:
             raise ProtocolError(f"put id {request.txn} was aborted before it began")
         if request.item.part is not None:
             raise ProtocolError("an object without a key has no parts")
-        check_lent(request.lent, 1)
-        when_full = self.spilling.choice(request.when_full)
+        if request.lent:
+            check_lent(request.lent, 1)
+        when_full = request.when_full
+        when_full = self.spilling.choice(when_full) if when_full else self.spilling.default
         if when_full == m.EVICTABLE:  # it is there only as long as it is held
             when_full = m.PINNED
         number = self.holds.next_number()
@@ -297,7 +299,8 @@ class Controller:
         placed, inline, sizes = checked_items(items)
         values, granted = self._make(session, items, None, placed, inline, sizes)
         values[0].version = number
-        self._contain(request.lent, items, items, values)
+        if request.lent:
+            self._contain(request.lent, items, items, values)
         held_as = request.hold, request.where
         if not sizes:
             self._publish_object(session, values, held_as, when_full)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
@@ -22,6 +22,7 @@ __all__ = [
 
 HEADER = 4
 _MAX_DETAILS = 64 << 10
+Data = TypeVar("Data", bytes, memoryview)
 _encode_into = msgspec.msgpack.Encoder().encode_into
 _pack_length = struct.Struct("<I").pack_into
 _DECODED = {"decode_request": messages.Request, "decode_reply": messages.Reply}
@@ -110,8 +111,8 @@ class FrameReader:
         self.limit = limit
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> list[bytes]:
-        """Return the frame bodies that ``data`` completes.
+    def feed(self, data: Data) -> list[Data | bytes]:
+        """Return the frame bodies that ``data`` completes. Of a memoryview they may be parts.
 
         Raises:
             ProtocolError: a frame announces more than ``limit`` bytes.
@@ -123,7 +124,7 @@ class FrameReader:
             if len(data) == HEADER + size and size <= self.limit:
                 return [data[HEADER:]]
         buffer += data
-        bodies: list[bytes] = []
+        bodies: list[Data | bytes] = []
         start = 0
         while len(buffer) - start >= HEADER:
             size = int.from_bytes(buffer[start : start + HEADER], "little")

@@ -40,7 +40,8 @@ class ClientBase:
         self._leave = leave
         self._timeout = joined.timeout if timeout is None else timeout
         self._allow_pickle = joined.allow_pickle
-        self._allow_pickle = self._pickles(allow_pickle)
+        if allow_pickle is not None:
+            self._allow_pickle = self._pickles(allow_pickle)
 
     def _pickles(self, wanted: bool | None) -> bool:
         """Whether an operation may pickle; None: what is the default of this client."""

@@ -98,10 +98,12 @@ class Channel:
         self._delays: dict[int, str] = {}  # why the replies to these requests come later
         self._limits: set[asyncio.Timeout] = set()
         self._unsent = bytearray()
+        # To allocate one of this size takes longer than the whole round trip to the server.
         self._buffer = memoryview(bytearray(_RECEIVE))
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
-        self._ids = itertools.count(2)
+        #: Returns a new request id.
+        self.next_id: Callable[[], int] = itertools.count(2).__next__
         self._lost: TorchStoreError | None = None
         self._closed = False
         self._direct_calls_left = _DIRECT_IN_A_ROW
@@ -145,10 +147,6 @@ class Channel:
             or self._limits
             or self._unsent
         )
-
-    def next_id(self) -> int:
-        """Return a new request id."""
-        return next(self._ids)
 
     async def call(
         self, message: m.Message, expect: type[R], timeout: float | None, *, quick: bool = False
@@ -275,15 +273,16 @@ class Channel:
         self._direct_calls_left -= 1
         if self._is_down:
             return None
+        buffer = self._buffer
         try:
             while True:
-                data = self._receive_available(0)
-                if not data:
+                nbytes = self._sock.recv_into(buffer)
+                if not nbytes:
                     if self._lose(StoreClosedError(self._gone_message)):
                         return None
                     raise self._lost_error()
                 found: m.Message | None = None
-                for body in self._reader.feed(data):
+                for body in self._reader.feed(buffer[:nbytes]):
                     reply = framing.decode_reply(body)
                     if getattr(reply, "id", 0) != request_id:
                         self._dispatch(reply)
@@ -389,28 +388,19 @@ class Channel:
         lost = self._lost or StoreClosedError(self._gone_message)
         return type(lost)(lost.message)
 
-    def _receive_available(self, flags: int) -> bytes:
-        """Return what has arrived; b"" at the end of the stream.
-
-        It uses a buffer that is allocated already, because allocating one of this size takes longer
-        than the whole round trip to the server.
-        """
-        view = self._buffer
-        return bytes(view[: self._sock.recv_into(view, 0, flags)])
-
     def _readable(self) -> None:
         try:
-            data = self._receive_available(_DONT_WAIT)
+            nbytes = self._sock.recv_into(self._buffer, 0, _DONT_WAIT)
         except BlockingIOError:
             return
         except OSError as error:
             self._lose(StoreClosedError(f"{self._gone_message}: {error}"))
             return
-        if not data:
+        if not nbytes:
             self._lose(StoreClosedError(self._gone_message))
             return
         try:
-            for body in self._reader.feed(data):
+            for body in self._reader.feed(self._buffer[:nbytes]):
                 self._dispatch(framing.decode_reply(body))
         except (ProtocolError, msgspec.DecodeError) as error:
             self._fail(ProtocolError(f"the server sent something unreadable: {error}"))

@@ -238,6 +238,10 @@ class HeldRef:
         return True
 
 
+# What a reference refers to before the server has answered.
+_UNKNOWN = ObjectRef("", 0)
+
+
 class Beginning:
     """A reference whose hold is about to begin; it ends with the block, unless it is returned from
     there.
@@ -255,7 +259,7 @@ class Beginning:
         made._ident = self.ident
         made._place = holder.place
         made._ticket = 0
-        holder.begin(self.ident, ObjectRef("", 0))
+        holder.begin(self.ident, _UNKNOWN)
 
     def __enter__(self) -> Beginning:
         return self

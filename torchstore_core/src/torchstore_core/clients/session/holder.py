@@ -31,6 +31,7 @@ _PATIENCE_S = 1
 # How long a new session waits for a server that comes back.
 _RETURN_S = 5.0
 _RECEIVE = 1 << 16
+_SEND = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 # Holds that end one after the other are told to the server together, at most this much later.
 _TOGETHER_S = 0.01
 
@@ -91,7 +92,7 @@ class Holder:
         self._outbox: deque[m.Message | int] = deque()  # an int: this hold has ended
         self._unsent = bytearray()
         self._flushed_at = 0.0
-        self._is_waiting = False  # ends of holds, to be sent together
+        self._looks_again = False  # the thread does so by itself, for ends of holds
         self._is_urgent = False
         self._is_stuck = False
         # What the child is lent: its connection, if there is one, the ticket, and the references.
@@ -144,8 +145,8 @@ class Holder:
     def _flush_soon(self) -> None:
         if self._wake is None:
             self.flush(0.0)
-        elif not self._is_waiting:
-            self._is_waiting = True
+        elif not self._looks_again:
+            self._looks_again = True
             self._wake()
 
     def lend(self, ident: int) -> int:
@@ -179,8 +180,8 @@ class Holder:
             self.flush(0.0)
 
     def due_in(self) -> float | None:
-        """In how many seconds :meth:`flush_if_due` has something to send; None: it has nothing."""
-        if not (self._is_waiting or self._is_urgent):
+        """In how many seconds :meth:`flush_if_due` is to be called; None: when there is more."""
+        if not (self._looks_again or self._is_urgent):
             return None
         if self._is_urgent:
             return 0.0
@@ -189,9 +190,12 @@ class Holder:
     def flush_if_due(self, *, now: bool) -> None:
         """Send what has been waiting for long enough; ``now``: all of it. For the thread."""
         if now or self.due_in() == 0.0:
-            self._is_waiting = self._is_urgent = False  # before: what ends later wakes it again
+            self._looks_again = self._is_urgent = False  # before: what ends later wakes it again
             self._flushed_at = time.monotonic()
+            more_may_end = bool(self._outbox)
             self.flush(None)
+            if more_may_end:  # as in a loop, where none of them has to wake the thread
+                self._looks_again = True
 
     def flush(self, patience_s: float | None) -> None:
         """Send what is there. If the server takes it not within ``patience_s`` seconds (None: as
@@ -275,7 +279,7 @@ class Holder:
                 self._unsent.clear()
                 break
             try:
-                sent = connection.send(self._unsent, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                sent = connection.send(self._unsent, _SEND)
                 del self._unsent[:sent]
             except BlockingIOError:
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())

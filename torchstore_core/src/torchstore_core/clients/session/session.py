@@ -78,7 +78,8 @@ class Session:
             for info in welcome.volumes
         ]
         self.lost = False
-        self._ids = itertools.count(1)
+        #: Returns a new id, unique in the session.
+        self.next_id: Callable[[], int] = itertools.count(1).__next__
         # By the id() of the event loop that keeps them alive; see the docstring of ``channel``.
         self._channels: dict[int, weakref.ref[Channel]] = {}
         if welcome.via is not None:
@@ -106,6 +107,8 @@ class Session:
         self._closing = False
         self._warm: list[tuple[int, int, int]] = list(welcome.warm)
         self._reclaimer = Reclaimer(self, liveness, _place(address, welcome))
+        #: What keeps versions alive for the references of this process.
+        self.holder: Holder = self._reclaimer.holder
         if not welcome.id:  # not the answer: the server has died, is back, and asks what there is
             for message in self._resuming():
                 self._reclaimer.send(message)
@@ -151,11 +154,6 @@ class Session:
         return session
 
     @property
-    def holder(self) -> Holder:
-        """What keeps versions alive for the references of this process."""
-        return self._reclaimer.holder
-
-    @property
     def usable(self) -> bool:
         """Whether the server is there and the session belongs to this process, not a parent."""
         return not self.lost and not self._closing
@@ -169,10 +167,6 @@ class Session:
     def anonymous(self) -> str:
         """The participant name of this process, for puts that give none."""
         return f"pid {self.pid} {self.welcome.session.hex()[:8]}"
-
-    def next_id(self) -> int:
-        """Return a new id, unique in the session."""
-        return next(self._ids)
 
     def use(self, call: object) -> bool:
         """Register a call. Returns False if this process has closed the session.
@@ -194,7 +188,7 @@ class Session:
 
     def begin(self) -> int:
         """Return a new id for a put that may outlast its call; it lasts until :meth:`end`."""
-        ident = next(self._ids)
+        ident = self.next_id()
         self._unfinished.add(ident)
         return ident
 
@@ -206,7 +200,7 @@ class Session:
 
     def channel_here(self) -> Channel | None:
         """Return the running loop's channel; None if it has no open one."""
-        loop = running_loop()
+        loop = asyncio._get_running_loop()
         known = self._channels.get(id(loop))
         channel = None if known is None else known()
         # An earlier loop may have had the same id().

@@ -24,6 +24,7 @@ from torchstore_core.clients.transfer.targets import (
     Results,
     Target,
     check_apart,
+    from_reply,
     plain_targets,
     resolve,
 )
@@ -132,11 +133,13 @@ async def get_asks(
     if not asks:
         return {}, []
     wants = [ask.wire() for ask in asks]
-    timelines: list[int] | None = None
+    by_ref = False
     for ask in asks:
         if ask.incarnation:
-            timelines = await _timelines(session, channel, asks, clock)
-            break
+            by_ref = True
+            what = ask.key, ask.version, ask.incarnation
+            await check_incarnation(session, channel, clock, *what)
+    timelines = [ask.timeline if ask.incarnation else -1 for ask in asks] if by_ref else None
     quick = len(wants) <= QUICK_ENTRIES
     leasing = Reading(session, channel, clock)
     while True:
@@ -149,6 +152,10 @@ async def get_asks(
             )
             located = await channel.call(request, m.Located, clock.left(), quick=quick)
             clock.phase("plan")
+            if len(asks) == 1 and not located.leased:  # the usual case of small values
+                only = leasing.only(asks[0], located.entries)
+                if only is not None:
+                    return {0: only}, located.entries
             targets, whole, again = _targets(leasing, located.entries, located.leased, asks)
             values = await leasing.read(targets, allow_pickle, whole)
             _check_same(values, again, asks)
@@ -266,20 +273,6 @@ def differing(values: Mapping[int, Any], again: Mapping[int, int]) -> Iterator[t
             yield at, first
 
 
-async def _timelines(
-    session: Session, channel: Channel, asks: Sequence[ValueRequest], clock: Clock
-) -> list[int]:
-    """The timelines of the versions that are asked for; see ``messages.LocateRefs``.
-
-    Raises:
-        VersionGoneError: a version belongs to another incarnation of the store.
-    """
-    for ask in asks:
-        what = ask.key, ask.version, ask.incarnation
-        await check_incarnation(session, channel, clock, *what)
-    return [ask.timeline if ask.incarnation else -1 for ask in asks]
-
-
 def _is_filling(targets: Sequence[Target], plain: Sequence[Plain]) -> bool:
     """Whether any of these is written to a tensor of the user's."""
     if any(target.tensor is not None for target in targets):
@@ -291,6 +284,20 @@ class Reading(Leasing):
     """The lease of a get of tensors and objects."""
 
     __slots__ = ()
+
+    def only(self, ask: ValueRequest, entries: list[m.Entry]) -> torch.Tensor | None:
+        """The one value that is wanted, if it is a small tensor that came with the reply; None if
+        it needs a :class:`Target`.
+        """
+        if ask.tensor is not None or ask.part is not None or len(entries) != 1:
+            return None
+        made = from_reply(entries[0])
+        if made is not None:
+            self._leased = False
+            if self._clock.measured is not None:
+                self._clock.measured.moved(made.nbytes, "inline")
+                self._clock.phase("copy")
+        return made
 
     async def read(
         self, targets: Sequence[Target], allow_pickle: bool, plain: Sequence[Plain] = ()

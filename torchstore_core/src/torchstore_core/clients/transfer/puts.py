@@ -86,8 +86,8 @@ async def put_sources(
         except BaseException:
             lent.undo(put.txn)
             raise
-        clock.phase("plan")
         if clock.measured is not None:
+            clock.phase("plan")
             clock.measured.moved(nbytes, "inline")
         return reply
     with Putting(session, channel, sources, clock, how) as putting:
@@ -128,10 +128,10 @@ class InPut:
         self._tickets: m.Lent = []
         if type(sources) is TensorColumns:
             return
-        place = session.holder.place
-        for at, key, lent in [(at, s.key, s.lent) for at, s in enumerate(sources) if s.lent]:
-            self._every.append(lent)
-            self._tickets.append((at, lent.at(key, place)))
+        for at, source in enumerate(sources):
+            if (lent := source.lent) is not None:
+                self._every.append(lent)
+                self._tickets.append((at, lent.at(source.key, session.holder.place)))
 
     def send(self) -> m.Lent:
         """What the put says, which is sent now."""

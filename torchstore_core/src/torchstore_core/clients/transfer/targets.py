@@ -161,6 +161,20 @@ def plain_targets(
     return found
 
 
+def from_reply(entry: m.Entry) -> torch.Tensor | None:
+    """A new tensor of a whole small value whose bytes the reply has; None if it is none, or needs
+    a closer look: see :func:`resolve`.
+    """
+    data = entry.data
+    if data is None:
+        return None
+    meta, nbytes = _new_kind(entry.meta)
+    if not nbytes == entry.nbytes == len(data):
+        return None
+    return from_buffer(bytearray(data), 0, meta.shape, dtype_of(meta, ""))
+
+
+@lru_cache(maxsize=4096)
 def _new_kind(meta: ValueMeta) -> tuple[TensorMeta, int]:
     """Metadata and size of a new tensor; size -1 if it would not be plain, or may be mapped."""
     if not isinstance(meta, TensorMeta):

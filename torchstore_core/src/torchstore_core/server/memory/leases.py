@@ -52,6 +52,14 @@ class Leases:
 
         ``avoid``: volumes to use only if there is no copy on another one.
         """
+        if len(found) == 1:
+            stored, version = found[0]
+            if (
+                type(stored) is Value
+                and stored.data is not None
+                and stored.nbytes <= min(inline_max, m.MAX_FRAME // 2)
+            ):  # The usual case of small values.
+                return [m.Entry(version, stored.meta, stored.nbytes, stored.data)], False
         values: list[Value] = []  # all values, in order
         parts_of: list[Value] = []  # the values that are shards of tensors
         counts: list[int] = []

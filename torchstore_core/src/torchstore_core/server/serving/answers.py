@@ -16,13 +16,6 @@ if TYPE_CHECKING:
     from torchstore_core.server.controller import Controller
 
 
-def granted(
-    number: int, versions: list[int], grants: list[m.Grant | None] | None
-) -> m.Granted | m.Committed:
-    """The answer to a put: where to write, or what it has made if there is nothing to write."""
-    return committed(number, versions) if grants is None else m.Granted(number, grants)
-
-
 def committed(number: int, versions: list[int]) -> m.Committed:
     """The answer that says which versions were made."""
     if type(versions) is Versions:
@@ -42,7 +35,10 @@ def _put(controller: Controller, session: SessionRecord, request: m.Put, body: b
 def _put_object(
     controller: Controller, session: SessionRecord, request: m.PutObject, body: bytes
 ) -> m.Reply:
-    return granted(request.id, *controller.put_object(session, request, body))
+    numbers, grants = controller.put_object(session, request, body)
+    if grants is not None:
+        return m.Granted(request.id, grants)
+    return m.Committed(request.id, numbers)
 
 
 def _commit(

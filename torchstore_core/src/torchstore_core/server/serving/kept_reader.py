@@ -19,6 +19,7 @@ from torchstore_core.wire.framing import HEADER
 from torchstore_core.wire.messages import MAX_LIVENESS_FRAME
 
 _PEEK = MAX_LIVENESS_FRAME + HEADER
+_PEEKS = socket.MSG_PEEK | socket.MSG_DONTWAIT
 # How soon to look for the rest of a frame of which only the beginning has arrived.
 _REST_S = 0.001
 
@@ -131,7 +132,7 @@ class KeptReader:
             return
 
     def _peek(self, nbytes: int) -> bytes:
-        return self._sock.recv(nbytes, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        return self._sock.recv(nbytes, _PEEKS)
 
     def _receive(self) -> bytes | None:
         """What has come; None if nothing has, or nothing ever will."""
