@@ -6,9 +6,7 @@ import asyncio
 import ipaddress
 import operator
 import random
-import threading
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -317,10 +315,10 @@ class MovingTests(TransportKit):
                             own.close()
                         await session.leave_loop()
 
-                thread = _Thread(elsewhere)
+                other = asyncio.ensure_future(asyncio.to_thread(run, elsewhere()))
                 for seed in range(4):
                     await _several(endpoints, link, 100 + seed)
-                await asyncio.to_thread(thread.finish)
+                await other
 
         run(main())
 
@@ -427,24 +425,3 @@ async def _rows_round_trip(
 
 def _may_listen(address: str, host: Namespace) -> bool:
     return address == host.address or ipaddress.ip_address(address).is_loopback
-
-
-class _Thread:
-    """Runs a coroutine on an event loop in a thread; :meth:`finish` raises its exception."""
-
-    def __init__(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._raised: BaseException | None = None
-        self._work = work
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def finish(self) -> None:
-        self._thread.join()
-        if self._raised is not None:
-            raise self._raised
-
-    def _run(self) -> None:
-        try:
-            run(self._work())
-        except BaseException as error:  # noqa: BLE001 - raised by finish
-            self._raised = error
