@@ -51,11 +51,13 @@ class _Terms(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, options: StoreOptions, env: SPMDEnv) -> _Terms:
         fields = plain_options(options)
+        for name in ("store_name", "timeout", "block"):  # how they meet, and what is a rank's own
+            del fields[name]
         strategy = fields.pop("strategy", "singleton")
         if encoded := fields.pop("strategy_fields", b""):
             strategy = f"{strategy} {encoded.decode()}"
-        sizes = {"world_size": env.world_size, "local_world_size": env.local_world_size}
-        return msgspec.convert({**fields, **sizes, "strategy": strategy}, cls)
+        world, local = env.world_size, env.local_world_size
+        return cls(strategy=strategy, world_size=world, local_world_size=local, **fields)
 
 
 class SPMDRuntime(RankRuntime):
