@@ -12,6 +12,7 @@ from torchstore_core.server.controller import Controller
 from torchstore_core.server.memory.segment import SegmentMemory, open_memory
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.remote.attached_volume import AttachedHalves
+from torchstore_core.server.remote.volume_line import VolumeLine
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
 from torchstore_strategies import SingletonStrategy
@@ -132,7 +133,9 @@ def test_what_is_registered_is_not_given_back(memory):
 
 def make_controller(memory: SegmentMemory) -> Controller:
     info = m.VolumeInfo("v", 0, os.getpid(), probe(), memory.nbytes, {})
-    return Controller([VolumeRecord(info, memory, AttachedHalves("v"))], SingletonStrategy())
+    return Controller(
+        [VolumeRecord(info, memory, AttachedHalves("v", VolumeLine()))], SingletonStrategy()
+    )
 
 
 def put(controller: Controller, session, txn: int, nbytes: int) -> int:

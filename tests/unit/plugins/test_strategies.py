@@ -11,10 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchstore_core.contracts.runtime import StoreOptions
 from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFacts
 from torchstore_core.errors import ConfigurationError, PluginError
 from torchstore_core.plugins.registry import Registry
-from torchstore_core.plugins.strategy_data import check_transport, decode_strategy, encode_strategy
+from torchstore_core.plugins.strategy_data import (
+    check_transport,
+    decode_strategy,
+    encode_strategy,
+    plain_options,
+)
+from torchstore_core.server.__main__ import ProcessOptions
 from torchstore_strategies import (
     HashStrategy,
     HostStrategy,
@@ -380,3 +387,22 @@ def test_transports_that_are_installed_are_not_refused() -> None:
     for transport in (None, (), "shm", ("inline", "shm")):
         check_transport(HashStrategy(transport=transport), Registry(block=["shm"]))
     check_transport(None, Registry())
+
+
+# ---- a store's options --------------------------------------------------------------------
+
+
+def test_options_are_plain_data_that_a_server_takes() -> None:
+    """All of them, those included that there will be: a server has a field for each."""
+    given = StoreOptions("s", 2, ReplicatedStrategy(copies=2), capacity=7, block=("tcp",))
+    plain = {**plain_options(given), "keeper": True}  # None is for the runtime to decide
+    assert plain.keys() == {*StoreOptions.__struct_fields__, "strategy_fields"}
+    assert plain.keys() - {*ProcessOptions.__struct_fields__} == {"timeout"}
+    made = msgspec.convert(msgspec.to_builtins(plain), ProcessOptions)
+    assert (made.store_name, made.num_storage_volumes, made.capacity) == ("s", 2, 7)
+    assert made.block == ("tcp",)
+    assert decode_strategy(made.strategy, made.strategy_fields, Registry()) == given.strategy
+
+
+def test_the_default_strategy_is_left_to_the_server() -> None:
+    assert not {"strategy", "strategy_fields"} & plain_options(StoreOptions("s")).keys()

@@ -104,7 +104,7 @@ class _Life:
         self.said: list[m.Message] = []
         for volume in volumes:
             volume.memory.delayed = self.controller.spilling.delayed
-            volume.memory.send = self.said.append
+            volume.connected(self.said.append)
         self.volumes = volumes
 
     def grown(self, index: int, usable: int) -> None:

@@ -32,6 +32,7 @@ from torchstore_core.server.memory.allocator import rounded
 from torchstore_core.server.memory.segment import SegmentMemory
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.remote.attached_volume import AttachedHalves
+from torchstore_core.server.remote.volume_line import VolumeLine
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
 from torchstore_strategies import HashStrategy, ReplicatedStrategy
@@ -57,7 +58,7 @@ class Repairing(RuleBasedStateMachine):
             VolumeRecord(
                 m.VolumeInfo(f"repair-{i}", i, os.getpid(), HERE, CAPACITY, {}),
                 memory,
-                AttachedHalves(f"repair-{i}"),
+                AttachedHalves(f"repair-{i}", VolumeLine()),
             )
             for i, memory in enumerate(self.memories)
         ]

@@ -16,6 +16,7 @@ from torchstore_core.server.index.records import Value
 from torchstore_core.server.memory.segment import SegmentMemory
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.remote.attached_volume import AttachedHalves
+from torchstore_core.server.remote.volume_line import VolumeLine
 from torchstore_core.server.repairing.targets import Targets
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
@@ -45,7 +46,7 @@ def volumes_on(*hosts: str) -> Iterator[list[VolumeRecord]]:
             there = msgspec.structs.replace(probe(), host_id=host_id, hostname=hostname)
             memory = opened.enter_context(contextlib.closing(SegmentMemory("targets", 4096)))
             info = m.VolumeInfo(f"v{at}", at, os.getpid(), there, 4096, {})
-            made.append(VolumeRecord(info, memory, AttachedHalves(info.id)))
+            made.append(VolumeRecord(info, memory, AttachedHalves(info.id, VolumeLine())))
         yield made
 
 

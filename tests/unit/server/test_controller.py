@@ -35,6 +35,7 @@ from torchstore_core.server.memory.segment import SegmentMemory
 from torchstore_core.server.memory.shortage import session_bytes
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.remote.attached_volume import AttachedHalves
+from torchstore_core.server.remote.volume_line import VolumeLine
 from torchstore_core.server.serving import inspection
 from torchstore_core.values import ObjectMeta, TensorMeta
 from torchstore_core.wire import messages as m
@@ -63,7 +64,7 @@ def volumes(*capacities: int) -> Iterator[list[VolumeRecord]]:
             VolumeRecord(
                 m.VolumeInfo(f"test-{i}", i, os.getpid(), HERE, memory.nbytes, {}),
                 memory,
-                AttachedHalves(f"test-{i}"),
+                AttachedHalves(f"test-{i}", VolumeLine()),
             )
             for i, memory in enumerate(memories)
         ]

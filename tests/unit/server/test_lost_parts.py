@@ -23,6 +23,7 @@ from torchstore_core.server.memory.allocator import rounded
 from torchstore_core.server.memory.segment import SegmentMemory
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.remote.attached_volume import AttachedHalves
+from torchstore_core.server.remote.volume_line import VolumeLine
 from torchstore_core.server.serving import inspection
 from torchstore_core.values import ObjectMeta, TensorMeta, TensorSlice
 from torchstore_core.wire import messages as m
@@ -59,7 +60,7 @@ def controller_of(
                         {"shm": b""},
                     ),
                     memory,
-                    AttachedHalves(f"test-{i}"),
+                    AttachedHalves(f"test-{i}", VolumeLine()),
                 )
                 for i, memory in enumerate(memories)
             ],

@@ -434,7 +434,7 @@ def drain(settings: _Settings, volume: str, undo: bool, wait: float | None) -> N
     New values avoid it, what only it has is copied elsewhere. Draining goes on without this
     command, which only waits.
     """
-    from torchstore_cli.draining import drain as drain_volume
+    from torchstore_cli.queries import drain as drain_volume
 
     _answer(
         settings,

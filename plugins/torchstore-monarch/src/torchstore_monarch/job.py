@@ -161,10 +161,14 @@ async def as_store_actor(work: Callable[[], Coroutine[Any, Any, T]], timeout: fl
                     log.debug("calling as another actor: %s", type(error).__name__)
                     retire(actor)
     except TimeoutError as error:
-        raise StoreTimeoutError(
-            f"the Monarch job did not answer within {in_seconds(timeout)}",
-            details={"timeout": timeout},
-        ) from error
+        raise _no_answer(timeout) from error
+
+
+def _no_answer(timeout: float | None) -> StoreTimeoutError:
+    return StoreTimeoutError(
+        f"the Monarch job did not answer within {in_seconds(timeout)}",
+        details={"timeout": timeout},
+    )
 
 
 async def store_actor() -> StoreActor:
@@ -284,10 +288,8 @@ async def _find(store_name: str) -> str | None:
                 return None
             found = msgspec.msgpack.decode(data, type=FoundStore)
             address = await _own_relay(found, controller, volumes)
-    for store_id, (
-        at,
-        _,
-    ) in _volumes.copy().items():  # a copy, as other threads change it meanwhile
+    # A copy, as other threads change it meanwhile.
+    for store_id, (at, _) in _volumes.copy().items():
         if not _is_there(at):
             _volumes.pop(store_id, None)
     _volumes[found.store_id] = address, volumes
@@ -382,10 +384,7 @@ async def end(store_name: str, timeout: float | None, token: str = "") -> bool:
     try:
         return await asyncio.wait_for(asyncio.shield(ending), timeout)
     except TimeoutError as error:
-        raise StoreTimeoutError(
-            f"the Monarch job did not answer within {in_seconds(timeout)}",
-            details={"timeout": timeout},
-        ) from error
+        raise _no_answer(timeout) from error
 
 
 def _ended(ending: asyncio.Task[bool]) -> None:

@@ -15,7 +15,7 @@ from torchstore_core.errors import (
     TransportUnavailableError,
     from_wire,
 )
-from torchstore_core.plugins.strategy_data import encode_strategy
+from torchstore_core.plugins.strategy_data import plain_options
 
 log = logging.getLogger(__name__)
 
@@ -55,26 +55,9 @@ class StoreRequest(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, options: StoreOptions, token: str = "", *, members: bool = False) -> StoreRequest:
         """Convert the options to plain data."""
-        name, fields = "singleton", b"{}"
-        if options.strategy is not None:
-            name, fields = encode_strategy(options.strategy)
-        return cls(
-            options.store_name,
-            options.num_storage_volumes,
-            name,
-            fields,
-            options.capacity,
-            options.prefault,
-            options.timeout,
-            options.block,
-            token,
-            members,
-            options.when_full,
-            options.repair_bandwidth,
-            options.keeper is not False,
-            options.spill,
-            options.spill_capacity,
-        )
+        fields = {"strategy": "singleton", "strategy_fields": b"{}", **plain_options(options)}
+        fields["keeper"] = options.keeper is not False
+        return cls(**fields, token=token, members=members)
 
 
 class FoundStore(msgspec.Struct, frozen=True):

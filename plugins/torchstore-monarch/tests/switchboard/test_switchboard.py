@@ -22,7 +22,7 @@ from torchstore_core.runtimes.server_process import ServerProcess
 from torchstore_core.server.remote.relay_server import RelayReply, RelayRequest
 from torchstore_core.testing.timers import within
 from torchstore_core.wire import messages as m
-from torchstore_core.wire.framing import HEADER, decode_reply, encode
+from torchstore_core.wire.framing import HEADER, decode_reply, encode, framed
 from torchstore_monarch.switchboard import wire
 
 _LONG_S = 600.0
@@ -44,7 +44,7 @@ class _Actor:
         return made
 
     def send(self, message: wire.FromActor) -> None:
-        self._writer.write(wire.frame(message))
+        self._writer.write(framed(message))
 
     async def receive(self) -> wire.ToActor:
         size = int.from_bytes(await self._reader.readexactly(HEADER), "little")

@@ -38,6 +38,7 @@ from torchstore_core.plugins.ranking import Policy
 from torchstore_core.plugins.registry import Registry
 from torchstore_core.server.memory.segment import open_memory
 from torchstore_core.wire import messages as m
+from torchstore_core.wire.framing import framed
 from torchstore_monarch import chunks
 from torchstore_monarch.actors.hosting import Host, hosting
 from torchstore_monarch.chunks import PIECES
@@ -51,7 +52,6 @@ from torchstore_monarch.rpc.wire import (
     Admission,
     RpcRequest,
     RpcResponse,
-    frame,
 )
 
 SIZE = 64 << 20
@@ -486,7 +486,7 @@ async def test_no_bytes_when_the_server_may_have_given_them_to_others(agent: _Ag
 def _carry(
     places: list[tuple[int, int, int]], nbytes: int, *, write: bool = False, ticket: bytes = b""
 ) -> bytes:
-    return frame(RpcRequest("store-0", places, nbytes, write, ticket))
+    return framed(RpcRequest("store-0", places, nbytes, write, ticket))
 
 
 @pytest.mark.parametrize(
@@ -499,7 +499,7 @@ def _carry(
         _carry([(0, 0, -8)], -8),
         _carry([(0, 0, 16), (0, 0, -8)], 8),
         _carry([(0, 0, 0)] * (PIECES + 1), 0),
-        frame(RpcResponse("no request")),
+        framed(RpcResponse("no request")),
         _carry([(0, 0, 100)], 100, write=True) + b"short",
     ],
     ids=["size", "bytes", "sum", "long", "negative", "mixed", "many", "kind", "short"],

@@ -22,6 +22,7 @@ from torchstore_core.errors import (
     TransportNotReadyError,
     TransportUnavailableError,
 )
+from torchstore_core.machine.tasks import retrieve
 from torchstore_rdma import fabric
 from torchstore_rdma.engine import Engine, Job
 from torchstore_rdma.library.agent import EVERYTHING, Agent
@@ -154,7 +155,7 @@ class Connection:
         self._engine.submit(job)
         try:
             waiting = asyncio.wrap_future(job.done)
-            waiting.add_done_callback(_retrieve)  # a call that is cancelled waits for it no more
+            waiting.add_done_callback(retrieve)  # a call that is cancelled waits for it no more
             if quiet > _QUIET_S and not self._one_sided:
                 await asyncio.wait([waiting], timeout=_WAKE_S)
                 if not waiting.done():
@@ -218,11 +219,6 @@ class Connection:
         if handshake is None:
             raise TransportUnavailableError("there is no way to ask the volume")
         return await handshake(msgspec.msgpack.encode(request))
-
-
-def _retrieve(done: asyncio.Future[None]) -> None:
-    if not done.cancelled():
-        done.exception()
 
 
 async def _ended(future: Future[None], timeout: float) -> bool:

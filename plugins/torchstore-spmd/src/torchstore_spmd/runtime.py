@@ -19,7 +19,7 @@ from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.errors import ConfigurationError, PluginError, TorchStoreError
 from torchstore_core.plugins.installed import RUNTIMES
 from torchstore_core.plugins.registry import Registry, load_class
-from torchstore_core.plugins.strategy_data import encode_strategy
+from torchstore_core.plugins.strategy_data import plain_options
 from torchstore_spmd import one_host
 from torchstore_spmd.member import Member
 from torchstore_spmd.plugin import ENGINE_PACKAGE
@@ -50,23 +50,14 @@ class _Terms(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, options: StoreOptions, env: SPMDEnv) -> _Terms:
-        strategy = "singleton"
-        if options.strategy is not None:
-            name, fields = encode_strategy(options.strategy)
-            strategy = f"{name} {fields.decode()}"
-        return cls(
-            strategy,
-            options.num_storage_volumes,
-            options.capacity,
-            options.prefault,
-            env.world_size,
-            env.local_world_size,
-            options.spill,
-            options.spill_capacity,
-            options.when_full,
-            options.repair_bandwidth,
-            options.keeper,
-        )
+        fields = plain_options(options)
+        for name in ("store_name", "timeout", "block"):  # how they meet, and what is a rank's own
+            del fields[name]
+        strategy = fields.pop("strategy", "singleton")
+        if encoded := fields.pop("strategy_fields", b""):
+            strategy = f"{strategy} {encoded.decode()}"
+        world, local = env.world_size, env.local_world_size
+        return cls(strategy=strategy, world_size=world, local_world_size=local, **fields)
 
 
 class SPMDRuntime(RankRuntime):

@@ -43,6 +43,12 @@ def is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
+def retrieve(done: asyncio.Future[T]) -> None:
+    """A callback of futures whose error nobody may be interested in: asyncio would log it."""
+    if not done.cancelled():
+        done.exception()
+
+
 async def wait_ended(work: asyncio.Future[Any], timeout: float | None = None) -> bool:
     """Wait until ``work`` has ended, at most ``timeout`` seconds, even if the caller is cancelled
     meanwhile: memory must not be handed to others while ``work`` may still write to it.

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from torchstore_core.contracts.runtime import StoreOptions
 from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.errors import ConfigurationError, PluginError
 from torchstore_core.plugins.registry import Registry
@@ -72,6 +73,20 @@ def encode_strategy(strategy: object) -> tuple[str, bytes]:
             f"strategy {type(strategy).__name__} cannot cross processes: {error}; its fields are "
             "plain data (numbers, str, lists, tuples, other strategies)"
         ) from error
+
+
+def plain_options(options: StoreOptions) -> dict[str, Any]:
+    """Return a store's options as plain data: ``strategy`` is the name of the strategy, and
+    ``strategy_fields`` has its fields. Of the default strategy, both are left out.
+
+    Raises:
+        PluginError, ConfigurationError: as for :func:`encode_strategy`.
+    """
+    fields = msgspec.structs.asdict(options)
+    strategy = fields.pop("strategy")
+    if strategy is not None:
+        fields["strategy"], fields["strategy_fields"] = encode_strategy(strategy)
+    return fields
 
 
 def decode_strategy(name: str, fields: bytes, registry: Registry) -> Strategy:

@@ -9,7 +9,7 @@ from torchstore_core.contracts.runtime import Runtime, StoreOptions
 from torchstore_core.machine.topology import capacity_warning, memory_limit_bytes
 from torchstore_core.plugins.installed import Inventory
 from torchstore_core.plugins.ranking import Policy
-from torchstore_core.plugins.strategy_data import encode_strategy
+from torchstore_core.plugins.strategy_data import plain_options
 from torchstore_core.runtimes.server_process import ServerProcess
 
 
@@ -31,22 +31,12 @@ class LocalRuntime(ServerProcess, Runtime):
         limit = memory_limit_bytes()
         if text := capacity_warning(options.capacity or 0, limit, "this host"):
             warn(text)
-        strategy = options.strategy
         config = {
-            "store_name": options.store_name,
-            "num_storage_volumes": options.num_storage_volumes,
-            "capacity": options.capacity,
-            "prefault": options.prefault,
+            **plain_options(options),
             "block": Policy.unchecked(block=options.block).block,
             "owner": os.getpid(),
-            "spill": options.spill,
-            "spill_capacity": options.spill_capacity,
-            "when_full": options.when_full,
-            "repair_bandwidth": options.repair_bandwidth,
             "members": self._members,
             "keeper": options.keeper is not False,
             "installed": Inventory.taken(),
         }
-        if strategy is not None:
-            config["strategy"], config["strategy_fields"] = encode_strategy(strategy)
         return await self.launch(config, options.timeout)

@@ -8,12 +8,14 @@ other stores are not mistaken for leftovers.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Coroutine
-from typing import Any, ClassVar, TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, ClassVar, Concatenate, ParamSpec
 
 import msgspec
 import pytest
@@ -29,7 +31,7 @@ from torchstore_core.testing.owners import plain_environment, start_owner
 
 __all__ = ["RuntimeConformance"]
 
-T = TypeVar("T")
+P = ParamSpec("P")
 _MIB = 1 << 20
 _TIMEOUT_S = 150.0
 
@@ -43,6 +45,18 @@ async def main():
     await ts.put("answer", float(got.sum()))
 asyncio.run(main())
 """
+
+
+def _leaves_nothing(
+    test: Callable[Concatenate[RuntimeConformance, P], Coroutine[Any, Any, None]],
+) -> Callable[Concatenate[RuntimeConformance, P], None]:
+    """Make a test of a coroutine, which also fails if anything is left behind."""
+
+    @functools.wraps(test)
+    def run(self: RuntimeConformance, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        self._run(test(self, *args, **kwargs))
+
+    return run
 
 
 class RuntimeConformance:
@@ -99,15 +113,17 @@ class RuntimeConformance:
         given = {"store_name": name, "capacity": 64 * _MIB, "timeout": _TIMEOUT_S}
         return StoreOptions(**{**given, **self.options, **fields})
 
-    async def _serving(self, options: StoreOptions) -> tuple[Runtime, ts.Client]:
+    @contextlib.asynccontextmanager
+    async def _serving(self, options: StoreOptions) -> AsyncIterator[tuple[Runtime, ts.Client]]:
+        """Yield a store, which is stopped at the end, and its client, which leaves it then."""
         runtime = self.make()
         address = await asyncio.wait_for(runtime.start(options, self.mesh), options.timeout)
         try:
-            client = await ts.connect(address, store_name=options.store_name, timeout=_TIMEOUT_S)
-        except BaseException:
+            name = options.store_name
+            yield runtime, await ts.connect(address, store_name=name, timeout=_TIMEOUT_S)
+        finally:
             await runtime.stop(_TIMEOUT_S)
-            raise
-        return runtime, client
+        await ts.shutdown(options.store_name)
 
     async def _refused(self, field: str, options: StoreOptions) -> None:
         """Check that starting fails because of one field, which proves that it was passed on."""
@@ -120,15 +136,14 @@ class RuntimeConformance:
             await runtime.stop(_TIMEOUT_S)
         pytest.fail(f"asked for {field}={getattr(options, field)!r}, the server does not know")
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a test, and check that it leaves nothing behind."""
         with leftovers.private_runtime_directory():
             before = self.left_behind()
-            result = asyncio.run(work)
+            asyncio.run(work)
             left = leftovers.until_empty(lambda: self.left_behind() - before, self.gone_within)
         if left:
             pytest.fail(f"this was left behind {self.gone_within:g} s after stop(): {sorted(left)}")
-        return result
 
     def _spec(self) -> RuntimeSpec:
         spec = self.spec()
@@ -138,172 +153,120 @@ class RuntimeConformance:
 
     # ---- tests ----------------------------------------------------------------------------
 
-    def test_a_store_starts_serves_and_ends(self) -> None:
+    @_leaves_nothing
+    async def test_a_store_starts_serves_and_ends(self) -> None:
         """Small and large puts and gets work; after ``stop``, the store no longer answers."""
-
-        async def work() -> None:
-            options = self._asked()
-            runtime, client = await self._serving(options)
-            try:
-                large = torch.arange(_MIB, dtype=torch.float32)
-                await client.put("small", torch.tensor([1, 2, 3]))
-                await client.put("large", large)
-                if (await client.get("small")).tolist() != [1, 2, 3]:
-                    pytest.fail("a small tensor came back changed")
-                if not torch.equal(await client.get("large"), large):
-                    pytest.fail("a large tensor came back changed")
-                await client.delete("large")
-            finally:
-                await runtime.stop(_TIMEOUT_S)
+        options = self._asked()
+        async with self._serving(options) as (runtime, client):
+            large = torch.arange(_MIB, dtype=torch.float32)
+            await client.put("small", torch.tensor([1, 2, 3]))
+            await client.put("large", large)
+            if (await client.get("small")).tolist() != [1, 2, 3]:
+                pytest.fail("a small tensor came back changed")
+            if not torch.equal(await client.get("large"), large):
+                pytest.fail("a large tensor came back changed")
+            await client.delete("large")
+            await runtime.stop(_TIMEOUT_S)
             with pytest.raises(TorchStoreError):
                 await client.get("small", timeout=self.gone_within)
-            await ts.shutdown(options.store_name)
-
-        self._run(work())
 
     @pytest.mark.parametrize("volumes", [1, 3])
-    def test_options_reach_the_store(self, volumes: int) -> None:
+    @_leaves_nothing
+    async def test_options_reach_the_store(self, volumes: int) -> None:
         """The store has the given name, number of volumes, total capacity and strategy."""
+        strategy = _NotInstalled(note="from the kit")
+        options = self._asked(num_storage_volumes=volumes)
+        async with self._serving(options) as (_, client):
+            status = await client.status()
+            got = (status.store_name, len(status.volumes))
+            if got != (options.store_name, volumes):
+                pytest.fail(f"asked for {(options.store_name, volumes)}, the store is {got}")
+            capacity = sum(volume.capacity_bytes for volume in status.volumes)
+            if not 0 <= 64 * _MIB - capacity < 4096 * volumes:
+                pytest.fail(f"asked for {64 * _MIB} bytes in all, the store has {capacity}")
+        await self._refused("strategy", self._asked(strategy=strategy))  # it is not installed
 
-        async def work() -> None:
-            strategy = _NotInstalled(note="from the kit")
-            options = self._asked(num_storage_volumes=volumes)
-            runtime, client = await self._serving(options)
-            try:
-                status = await client.status()
-                got = (status.store_name, len(status.volumes))
-                if got != (options.store_name, volumes):
-                    pytest.fail(f"asked for {(options.store_name, volumes)}, the store is {got}")
-                capacity = sum(volume.capacity_bytes for volume in status.volumes)
-                if not 0 <= 64 * _MIB - capacity < 4096 * volumes:
-                    pytest.fail(f"asked for {64 * _MIB} bytes in all, the store has {capacity}")
-            finally:
-                await runtime.stop(_TIMEOUT_S)
-            await ts.shutdown(options.store_name)
-            await self._refused("strategy", self._asked(strategy=strategy))  # it is not installed
-
-        self._run(work())
-
-    def test_what_is_blocked_is_not_loaded_by_the_server(self) -> None:
+    @_leaves_nothing
+    async def test_what_is_blocked_is_not_loaded_by_the_server(self) -> None:
         """``block`` reaches the server: here, it blocks the default strategy."""
+        asked = self._asked(strategy=None, block=("singleton",))
+        await self._refused("block", asked)
 
-        async def work() -> None:
-            asked = self._asked(strategy=None, block=("singleton",))
-            await self._refused("block", asked)
-
-        self._run(work())
-
-    def test_another_process_of_this_host_joins(self) -> None:
+    @_leaves_nothing
+    async def test_another_process_of_this_host_joins(self) -> None:
         """It joins at ``local_address``, or at the address that ``start`` returned."""
+        options = self._asked()
+        runtime = self.make()
+        address = await runtime.start(options, self.mesh)
+        try:
+            client = await ts.connect(address, store_name=options.store_name)
+            await client.put("large", torch.ones(_MIB))
+            command = [sys.executable, "-c", _JOIN, runtime.local_address or address]
+            await asyncio.to_thread(
+                subprocess.run, command, check=True, timeout=_TIMEOUT_S, env=plain_environment()
+            )
+            if await client.get("answer") != float(_MIB):
+                pytest.fail("the other process did not see the same bytes")
+        finally:
+            await runtime.stop(_TIMEOUT_S)
+        await ts.shutdown(options.store_name)
 
-        async def work() -> None:
-            options = self._asked()
-            runtime = self.make()
-            address = await runtime.start(options, self.mesh)
-            try:
-                client = await ts.connect(address, store_name=options.store_name)
-                await client.put("large", torch.ones(_MIB))
-                command = [sys.executable, "-c", _JOIN, runtime.local_address or address]
-                await asyncio.to_thread(
-                    subprocess.run, command, check=True, timeout=_TIMEOUT_S, env=plain_environment()
-                )
-                if await client.get("answer") != float(_MIB):
-                    pytest.fail("the other process did not see the same bytes")
-            finally:
-                await runtime.stop(_TIMEOUT_S)
-            await ts.shutdown(options.store_name)
-
-        self._run(work())
-
-    def test_stop_may_come_twice_and_without_a_start(self) -> None:
+    @_leaves_nothing
+    async def test_stop_may_come_twice_and_without_a_start(self) -> None:
         """Error handling may call ``stop`` in these ways."""
+        await self.make().stop(_TIMEOUT_S)
+        async with self._serving(self._asked()) as (runtime, _):
+            await runtime.stop(_TIMEOUT_S)  # and once more at the end
 
-        async def work() -> None:
-            await self.make().stop(_TIMEOUT_S)
-            options = self._asked()
-            runtime, _ = await self._serving(options)
-            await runtime.stop(_TIMEOUT_S)
-            await runtime.stop(_TIMEOUT_S)
-            await ts.shutdown(options.store_name)
-
-        self._run(work())
-
-    def test_stores_side_by_side_and_one_after_the_other(self) -> None:
+    @_leaves_nothing
+    async def test_stores_side_by_side_and_one_after_the_other(self) -> None:
         """Stores are distinguished by name; a name is free again when its store has ended."""
-
-        async def work() -> None:
-            first, second = self._asked(), self._asked()
-            one, client = await self._serving(first)
-            other, another = await self._serving(second)
-            try:
+        first, second = self._asked(), self._asked()
+        async with self._serving(second) as (_, another):
+            async with self._serving(first) as (_, client):
                 await client.put("k", 1)
                 await another.put("k", 2)
                 if (await client.get("k"), await another.get("k")) != (1, 2):
                     pytest.fail("two stores share their keys")
-            finally:
-                await one.stop(_TIMEOUT_S)
             if await another.get("k") != 2:
                 pytest.fail("ending one store changed another")
-            await ts.shutdown(first.store_name)
-            again, client = await self._serving(first)
-            try:
+            async with self._serving(first) as (_, client):
                 if await client.keys():
                     pytest.fail("a new store has the keys of an old one")
-            finally:
-                await again.stop(_TIMEOUT_S)
-                await other.stop(_TIMEOUT_S)
-            await ts.shutdown(first.store_name)
-            await ts.shutdown(second.store_name)
 
-        self._run(work())
-
-    def test_what_cannot_start_says_so_and_leaves_nothing(self) -> None:
+    @_leaves_nothing
+    async def test_what_cannot_start_says_so_and_leaves_nothing(self) -> None:
         """A failed start raises a typed error; the name is free, and the next start works."""
-
-        async def work() -> None:
-            options = self._asked()
-            with pytest.raises(TorchStoreError):  # less than a page
-                await self.make().start(self._asked(capacity=1), self.mesh)
-            with pytest.raises(StoreTimeoutError):
-                await self.make().start(self._asked(timeout=1e-3), self.mesh)
-            runtime, client = await self._serving(options)
+        with pytest.raises(TorchStoreError):  # less than a page
+            await self.make().start(self._asked(capacity=1), self.mesh)
+        with pytest.raises(StoreTimeoutError):
+            await self.make().start(self._asked(timeout=1e-3), self.mesh)
+        async with self._serving(self._asked()) as (_, client):
             await client.put("k", 1)
-            await runtime.stop(_TIMEOUT_S)
-            await ts.shutdown(options.store_name)
-
-        self._run(work())
 
     @pytest.mark.parametrize("turns", [0, 3])
-    def test_a_start_that_is_cancelled_leaves_nothing(self, turns: int) -> None:
+    @_leaves_nothing
+    async def test_a_start_that_is_cancelled_leaves_nothing(self, turns: int) -> None:
         """Whenever a start is cancelled, ``stop`` undoes it, and the name is free again."""
-
-        async def work() -> None:
-            options = self._asked()
-            runtime = self.make()
-            starting = asyncio.ensure_future(runtime.start(options, self.mesh))
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            starting.cancel()
-            await asyncio.wait([starting])
-            await runtime.stop(_TIMEOUT_S)
-            again, _ = await self._serving(options)
-            await again.stop(_TIMEOUT_S)
-            await ts.shutdown(options.store_name)
-
-        self._run(work())
+        options = self._asked()
+        runtime = self.make()
+        starting = asyncio.ensure_future(runtime.start(options, self.mesh))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        starting.cancel()
+        await asyncio.wait([starting])
+        await runtime.stop(_TIMEOUT_S)
+        async with self._serving(options):
+            pass
 
     def test_this_process_does_not_grow(self) -> None:
         """Starting and stopping again leaves no further descriptors or threads behind."""
 
         async def work() -> None:
             options = self._asked()
-            runtime, client = await self._serving(options)
-            try:
+            async with self._serving(options) as (_, client):
                 await client.put("large", torch.ones(_MIB))
                 await client.get("large")
-            finally:
-                await runtime.stop(_TIMEOUT_S)
-            await ts.shutdown(options.store_name)
 
         def again() -> None:
             for _ in range(self.cycles):
@@ -358,37 +321,30 @@ class RuntimeConformance:
         if spec.applies(object()) is not None:
             pytest.fail("applies(object()) is not None: it takes what is no mesh at all")
 
-    def test_it_finds_and_ends_stores_by_name(self) -> None:
+    @_leaves_nothing
+    async def test_it_finds_and_ends_stores_by_name(self) -> None:
         """``find`` and ``end`` work, if the runtime has them."""
         spec = self._spec()
         if spec.find is None:
             pytest.skip("it finds no stores")
         find = load_class(spec.find)
-
-        async def work() -> None:
-            options = self._asked()
-            if await find(options.store_name, _TIMEOUT_S) is not None:
-                pytest.fail("find() knows a store that never was")
-            runtime, client = await self._serving(options)
-            try:
-                await client.put("k", 1)
-                if spec.here is not None and not spec.here():
-                    pytest.fail("here() is False in a process where a store was started")
-                found = await find(options.store_name, _TIMEOUT_S)
-                if found is None:
-                    pytest.fail("find() does not know the store that was started")
-                other = await ts.connect(found, store_name=f"{options.store_name}-found")
-                if await other.get("k") != 1:
-                    pytest.fail("find() leads to another store")
-                await self._ends_by_name(spec, options)
-            finally:
-                await runtime.stop(_TIMEOUT_S)
-            await ts.shutdown(f"{options.store_name}-found")
-            await ts.shutdown(options.store_name)
-            if await find(options.store_name, _TIMEOUT_S) is not None:
-                pytest.fail("find() knows a store that has ended")
-
-        self._run(work())
+        options = self._asked()
+        if await find(options.store_name, _TIMEOUT_S) is not None:
+            pytest.fail("find() knows a store that never was")
+        async with self._serving(options) as (_, client):
+            await client.put("k", 1)
+            if spec.here is not None and not spec.here():
+                pytest.fail("here() is False in a process where a store was started")
+            found = await find(options.store_name, _TIMEOUT_S)
+            if found is None:
+                pytest.fail("find() does not know the store that was started")
+            other = await ts.connect(found, store_name=f"{options.store_name}-found")
+            if await other.get("k") != 1:
+                pytest.fail("find() leads to another store")
+            await self._ends_by_name(spec, options)
+        await ts.shutdown(f"{options.store_name}-found")
+        if await find(options.store_name, _TIMEOUT_S) is not None:
+            pytest.fail("find() knows a store that has ended")
 
     async def _ends_by_name(self, spec: RuntimeSpec, options: StoreOptions) -> None:
         if spec.end is None:
@@ -398,39 +354,29 @@ class RuntimeConformance:
             pytest.fail("end() of a store that never was said that it ended it")
         if not await end(options.store_name, _TIMEOUT_S):
             pytest.fail("end() did not know the store that was started")
-        again, client = await self._serving(options)  # the name is free
-        try:
+        async with self._serving(options) as (_, client):  # the name is free
             if await client.keys():
                 pytest.fail("end() did not end the store: a new one has its keys")
-        finally:
-            await again.stop(_TIMEOUT_S)
 
-    def test_a_shared_name_is_taken_once(self) -> None:
+    @_leaves_nothing
+    async def test_a_shared_name_is_taken_once(self) -> None:
         """``shared``: the engine refuses a second store of a name; the first is unaffected."""
         if not self.make().shared:
             pytest.skip("names are of a process, not of the engine")
-
-        async def work() -> None:
-            options = self._asked()
-            runtime, client = await self._serving(options)
+        options = self._asked()
+        async with self._serving(options) as (_, client):
+            await client.put("k", 1)
+            second = self.make()
             try:
-                await client.put("k", 1)
-                second = self.make()
-                try:
-                    await second.start(options, self.mesh)
-                except ConfigurationError:
-                    pass
-                else:
-                    pytest.fail("a second store of the same name was started")
-                finally:
-                    await second.stop(_TIMEOUT_S)
-                if await client.get("k") != 1:
-                    pytest.fail("a second start of the name changed the first store")
+                await second.start(options, self.mesh)
+            except ConfigurationError:
+                pass
+            else:
+                pytest.fail("a second store of the same name was started")
             finally:
-                await runtime.stop(_TIMEOUT_S)
-            await ts.shutdown(options.store_name)
-
-        self._run(work())
+                await second.stop(_TIMEOUT_S)
+            if await client.get("k") != 1:
+                pytest.fail("a second start of the name changed the first store")
 
 
 class _NotInstalled(Strategy, frozen=True, tag="conformance-not-installed"):

@@ -15,8 +15,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import FrameType
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import msgspec
 import pytest
@@ -28,6 +29,8 @@ from torchstore_core.plugins.strategy_data import decode_strategy, encode_strate
 from torchstore_core.server.stalled_loop import module_of, place_of
 
 __all__ = ["StrategyConformance"]
+
+T = TypeVar("T")
 
 _GIB = 1 << 30
 _CLIENTS = (
@@ -151,6 +154,10 @@ def _further(strategy: Strategy) -> Iterator[tuple[_Question, Sequence[int]]]:
                 yield question, copies
 
 
+def _placed(strategy: Strategy, question: _Question) -> list[int]:
+    return list(strategy.place(*question))
+
+
 def _place_copy(strategy: Strategy, question: _Question, copies: Sequence[int]) -> list[int]:
     client, volumes, nbytes, (key,) = question
     return list(strategy.place_copy(client, volumes, nbytes, key, copies))
@@ -176,7 +183,7 @@ def answers(strategy: Strategy, step: int = 1) -> tuple[list[list[int]], list[in
         asked, choices = list(questions(strategy))[::step], list(_choices())[::step]
         patch.setattr(environ, "__getitem__", noted)
         further = list(_further(strategy))[::step]
-        placed = [list(strategy.place(*question)) for question in asked]
+        placed = [_placed(strategy, question) for question in asked]
         copied = [_place_copy(strategy, *question) for question in further]
         chosen = [strategy.choose(*choice) for choice in choices]
     return placed[::step] + copied[::step], chosen[::step], sorted(read)
@@ -296,6 +303,25 @@ def _check(holds: bool, what: str) -> None:
         pytest.fail(what, pytrace=False)
 
 
+def _answer(what: object, ask: Callable[[], T]) -> T:
+    """Return what the strategy answers, and fail the test if it raises."""
+    try:
+        return ask()
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is reported
+        pytest.fail(f"{what} raised {error!r}", pytrace=False)
+
+
+def _check_volumes(what: object, answer: Sequence[Any], count: int) -> None:
+    """Fail the test unless an answer names some of ``count`` volumes, each of them once."""
+    _check(bool(answer), f"{what} named no volume")
+    for index in answer:
+        _check(
+            type(index) is int and index in range(count),
+            f"{what} gave {answer}: {index!r} is no position in a list of {count}",
+        )
+    _check(len(set(answer)) == len(answer), f"{what} gave {answer}: one of them twice")
+
+
 def _check_not_read(names: Sequence[str]) -> None:
     _check(
         not names,
@@ -410,18 +436,7 @@ class StrategyConformance:
     # ---- place ----------------------------------------------------------------------------
 
     def test_it_names_volumes_that_are_there_each_once(self) -> None:
-        def check(question: _Question, answer: list[Any]) -> None:
-            known = range(len(question.volumes))
-            _check(bool(answer), f"{question} named no volume")
-            for index in answer:
-                _check(
-                    type(index) is int and index in known,
-                    f"{question} gave {answer}: {index!r} is no position in a list of "
-                    f"{len(question.volumes)}",
-                )
-            _check(len(set(answer)) == len(answer), f"{question} gave {answer}: one of them twice")
-
-        self._ask(check)
+        self._ask(lambda q, answer: _check_volumes(q, answer, len(q.volumes)))
 
     def test_it_names_enough_volumes(self) -> None:
         """It names enough live volumes for all copies, and all live volumes if it uses all."""
@@ -445,12 +460,12 @@ class StrategyConformance:
         """A strategy is a pure function: no clock, no random numbers, no counters."""
         first, second = self.make(), self.make()
         for question in questions(first):
-            answers = [list(first.place(*question)) for _ in range(2)]
-            answers.append(list(second.place(*question)))
+            answers = [_placed(first, question) for _ in range(2)]
+            answers.append(_placed(second, question))
             as_lists = _Question(
                 question.client, list(question.volumes), question.nbytes, list(question.keys)
             )
-            answers.append(list(first.place(*as_lists)))
+            answers.append(_placed(first, as_lists))
             _check(
                 all(answer == answers[0] for answer in answers),
                 f"{question} gave different answers: {answers}",
@@ -460,11 +475,11 @@ class StrategyConformance:
         """Ask again after many other questions, at other times, and with other random numbers."""
         strategy = self.make()
         asked = list(questions(strategy))
-        first = [list(strategy.place(*question)) for question in asked]
+        first = [_placed(strategy, question) for question in asked]
         chosen = [strategy.choose(question.client, question.volumes) for question in asked]
 
         def again(question: _Question, place: list[int], choice: int, when: str) -> None:
-            answer = list(strategy.place(*question))
+            answer = _placed(strategy, question)
             _check(answer == place, f"{question} gave {place}, and {answer} {when}")
             copy = strategy.choose(question.client, question.volumes)
             _check(copy == choice, f"choose gave {choice}, and {copy} {when}")
@@ -567,10 +582,7 @@ class StrategyConformance:
         known = range(_MANY_VOLUMES)
         what = f"place for {len(keys):,} keys on {_MANY_VOLUMES} volumes"
         before = time.thread_time()
-        try:
-            answer = list(strategy.place(*question))
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is reported
-            pytest.fail(f"{what} raised {error!r}", pytrace=False)
+        answer = _answer(what, partial(_placed, strategy, question))
         took = time.thread_time() - before
         _check(bool(answer) and all(at in known for at in answer), f"{what} gave {answer}")
         _check(
@@ -585,19 +597,10 @@ class StrategyConformance:
         strategy = self.make()
         for question, copies in _further(strategy):
             what = f"place_copy, beside copies on {list(copies)}, for {question},"
-            try:
-                given = [_place_copy(strategy, question, copies) for _ in range(2)]
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is reported
-                pytest.fail(f"{what} raised {error!r}", pytrace=False)
-            answer, known = given[0], range(len(question.volumes))
-            _check(answer == given[1], f"{what} gave {answer}, then {given[1]}")
-            _check(bool(answer), f"{what} named no volume")
-            wrong = [at for at in answer if type(at) is not int or at not in known]
-            _check(
-                not wrong,
-                f"{what} gave {answer}: {wrong[:1]} is no position in a list of {len(known)}",
-            )
-            _check(len(set(answer)) == len(answer), f"{what} gave {answer}: one of them twice")
+            ask = partial(_place_copy, strategy, question, copies)
+            answer, again = (_answer(what, ask) for _ in range(2))
+            _check(answer == again, f"{what} gave {answer}, then {again}")
+            _check_volumes(what, answer, len(question.volumes))
 
     # ---- choose ---------------------------------------------------------------------------
 
@@ -617,8 +620,4 @@ class StrategyConformance:
     def _ask(self, check: Callable[[_Question, list[Any]], None]) -> None:
         strategy = self.make()
         for question in questions(strategy):
-            try:
-                answer = list(strategy.place(*question))
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is reported
-                pytest.fail(f"{question} raised {error!r}", pytrace=False)
-            check(question, answer)
+            check(question, _answer(question, partial(_placed, strategy, question)))

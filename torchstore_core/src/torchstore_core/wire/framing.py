@@ -17,6 +17,7 @@ __all__ = [
     "decode_reply",
     "decode_request",
     "encode",
+    "framed",
     "portable",
 ]
 
@@ -70,6 +71,14 @@ def encode(message: messages.Message) -> bytearray:
     _encode_into(message, frame, HEADER)
     _pack_length(frame, 0, len(frame) - HEADER)
     return frame
+
+
+def framed(message: msgspec.Struct) -> bytes:
+    """Return a message of another protocol (between the halves of a plug-in, say) as one complete
+    frame.
+    """
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(HEADER, "little") + body
 
 
 def portable(error: TorchStoreError) -> tuple[str, dict[str, Any]]:

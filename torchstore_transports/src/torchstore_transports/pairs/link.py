@@ -21,7 +21,7 @@ from torchstore_core.errors import (
     TransportUnavailableError,
 )
 from torchstore_core.machine.networks import namespace_id
-from torchstore_core.machine.tasks import wait_ended
+from torchstore_core.machine.tasks import retrieve, wait_ended
 from torchstore_transports.pairs.addresses import addresses_here
 from torchstore_transports.pairs.batches import parts
 from torchstore_transports.pairs.connection import PairConnection
@@ -37,7 +37,7 @@ from torchstore_transports.pairs.protocol import (
     encode,
 )
 from torchstore_transports.pairs.rendezvous import RemoteStore
-from torchstore_transports.pairs.threads import Turns, in_thread, kill_made, retrieve
+from torchstore_transports.pairs.threads import Turns, in_thread, kill_made
 
 __all__ = ["PairLink"]
 

@@ -15,10 +15,12 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torchstore_core.machine.tasks import retrieve
+
 if TYPE_CHECKING:
     from torchstore_transports.pairs.connection import PairConnection
 
-__all__ = ["Turns", "before_exit", "in_library", "in_thread", "kill_made", "overdue", "retrieve"]
+__all__ = ["Turns", "before_exit", "in_library", "in_thread", "kill_made", "overdue"]
 
 T = TypeVar("T")
 
@@ -122,12 +124,6 @@ def _forget_locals(error: BaseException) -> None:
     while at is not None:
         traceback.clear_frames(at.__traceback__)
         at = at.__cause__ or at.__context__
-
-
-def retrieve(done: asyncio.Future[T]) -> None:
-    """A callback of futures whose error nobody may be interested in."""
-    if not done.cancelled():
-        done.exception()
 
 
 def kill_made(made: asyncio.Future[PairConnection]) -> None:

@@ -76,21 +76,11 @@ class ControllerActor(Actor):
         return msgspec.msgpack.encode(await self._core.run(work))
 
     async def _start(self, request: StoreRequest) -> Led:
-        server = {
-            "store_name": request.store_name,
-            "num_storage_volumes": request.num_storage_volumes,
-            "attached": True,
-            "prefault": request.prefault,
-            "strategy": request.strategy,
-            "strategy_fields": request.strategy_fields,
-            "block": request.block,
-            "when_full": request.when_full,
-            "spill": None if request.spill is None else shown_place(request.spill),
-            "spill_capacity": request.spill_capacity,
-            "repair_bandwidth": request.repair_bandwidth,
-            "members": request.members,
-            "keeper": request.keeper,
-        }
+        server = msgspec.structs.asdict(request)
+        for name in ("capacity", "timeout", "token", "root"):  # of the volumes, and of the request
+            del server[name]
+        server["attached"] = True
+        server["spill"] = None if request.spill is None else shown_place(request.spill)
         name, timeout = request.store_name, request.timeout
         options = wire.Options(name, server, timeout, os.getpid(), request.root, _GRACE_S)
         process = ServerProcess(_SWITCHBOARD)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from monarch.actor import Actor, concurrent_endpoint, context
@@ -19,7 +19,7 @@ from torchstore_core.server.remote.attached import VolumeConnection
 from torchstore_core.server.remote.relay import Relay
 from torchstore_core.server.remote.spill_files import VolumeFile
 from torchstore_monarch.actors.core_thread import CoreThread
-from torchstore_monarch.actors.hosting import Host, hosting
+from torchstore_monarch.actors.hosting import Host, HostedServer, hosting
 from torchstore_monarch.actors.placing import told_addresses
 from torchstore_monarch.actors.swept_directory import SweptDirectory
 from torchstore_monarch.actors.uplinks import RelayUplink
@@ -32,6 +32,8 @@ from torchstore_monarch.rpc.wire import Place
 if TYPE_CHECKING:
     from torchstore_monarch import job
 
+H = TypeVar("H", bound=HostedServer)
+T = TypeVar("T")
 _WATCH_S = 1.0
 # Longer than a server, or a relay, takes to make its socket again.
 _GRACE_S = 3.0
@@ -212,14 +214,16 @@ class HostActor(Actor):
         self, volume_id: str, ticket: bytes, places: Sequence[Place]
     ) -> tuple[bytes, bytes | None]:
         """Read bytes of a volume of this actor."""
-        return await outcome(_read(volume_id, ticket, places))
+        work = _served(RpcServer, volume_id, lambda half: half.read(ticket, places))
+        return await outcome(work)
 
     @concurrent_endpoint
     async def write(
         self, volume_id: str, ticket: bytes, places: Sequence[Place], data: bytes
     ) -> tuple[bytes, int | None]:
         """Write bytes of a volume of this actor; return their number."""
-        return await outcome(_write(volume_id, ticket, places, data))
+        work = _served(RpcServer, volume_id, lambda half: half.write(ticket, places, data))
+        return await outcome(work)
 
     @concurrent_endpoint
     async def move(
@@ -231,7 +235,9 @@ class HostActor(Actor):
         write: bool,
     ) -> tuple[bytes, int | None]:
         """Move bytes for ``monarch-rdma``: see ``RdmaServer.move``."""
-        return await outcome(_move(volume_id, ticket, groups, buffers, write))
+        asked = ticket, groups, buffers
+        work = _served(RdmaServer, volume_id, lambda half: half.move(*asked, write=write))
+        return await outcome(work)
 
     # ---- as the actor with which a process uses stores -------------------------------------
 
@@ -306,19 +312,10 @@ class HostActor(Actor):
             directory.remove()
 
 
-async def _read(volume_id: str, ticket: bytes, places: Sequence[Place]) -> bytes:
-    return await RpcServer.of(volume_id).read(ticket, places)
+async def _served(half: type[H], volume_id: str, call: Callable[[H], Coroutine[Any, Any, T]]) -> T:
+    """Call the server half of a volume of this process.
 
-
-async def _move(
-    volume_id: str,
-    ticket: bytes,
-    groups: Sequence[Sequence[Place]],
-    buffers: Sequence[Any],
-    write: bool,
-) -> int:
-    return await RdmaServer.of(volume_id).move(ticket, groups, buffers, write=write)
-
-
-async def _write(volume_id: str, ticket: bytes, places: Sequence[Place], data: bytes) -> int:
-    return await RpcServer.of(volume_id).write(ticket, places, data)
+    Raises:
+        TransportError: the volume is not here, or what the half raises.
+    """
+    return await call(half.of(volume_id))

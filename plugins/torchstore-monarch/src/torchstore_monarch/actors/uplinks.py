@@ -26,6 +26,7 @@ from monarch.actor import Channel
 from torchstore_core.errors import ProtocolError, StoreClosedError, TorchStoreError
 from torchstore_core.machine.sockets.unix import connect, unix_socket
 from torchstore_core.server.serving.frames import FrameProtocol
+from torchstore_core.wire.framing import framed
 from torchstore_monarch.actors.pulse import Pulse
 from torchstore_monarch.protocol import result
 from torchstore_monarch.switchboard import wire
@@ -343,16 +344,16 @@ class SwitchboardLink(FrameProtocol):
             made._has_ended = True
             made.close()
             raise StoreClosedError(f"the owner of the server is gone: {error}") from error
-        made.write(wire.frame(wire.Carry()))
+        made.write(framed(wire.Carry()))
         return made
 
     def led(self) -> None:
         """The directory knows the actor."""
-        self.write(wire.frame(wire.Led()))
+        self.write(framed(wire.Led()))
 
     def agent_failed(self) -> None:
         """The engine reports that an agent died some seconds ago."""
-        self.write(wire.frame(wire.AgentFailed()))
+        self.write(framed(wire.AgentFailed()))
 
     async def open_uplink(
         self, here: bytes, agent: str, back: Any, token: bytes, got: int
@@ -391,12 +392,12 @@ class SwitchboardLink(FrameProtocol):
         if not self.is_open:
             raise StoreClosedError("this store has ended")
         answer = self._asked[message.id] = asyncio.get_running_loop().create_future()
-        self.write(wire.frame(message))
+        self.write(framed(message))
         return await answer
 
     async def _receive(self) -> None:
         while True:
-            self.write(wire.frame(wire.Ask(*await self._requests.recv())))
+            self.write(framed(wire.Ask(*await self._requests.recv())))
 
     def received(self, bodies: list[bytes]) -> None:
         for body in bodies:

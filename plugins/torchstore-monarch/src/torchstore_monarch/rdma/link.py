@@ -13,7 +13,7 @@ from monarch.rdma import RDMABuffer
 
 from torchstore_core.contracts.transport import Copy, Link, LinkContext
 from torchstore_core.errors import TorchStoreError, TransportError, TransportUnavailableError
-from torchstore_core.machine.tasks import wait_ended
+from torchstore_core.machine.tasks import retrieve, wait_ended
 from torchstore_monarch import job
 from torchstore_monarch.chunks import ChunkSize, chunks, memory_of
 from torchstore_monarch.protocol import Offer, result
@@ -82,7 +82,7 @@ class RdmaLink(Link):
         except asyncio.CancelledError:
             work.cancel()
             await wait_ended(work)
-            _retrieve(work)
+            retrieve(work)
             raise
 
     async def _transfer(self, copies: Sequence[Copy], *, write: bool) -> None:
@@ -152,7 +152,7 @@ class RdmaLink(Link):
                 await wait_ended(call, _CANCELLED_S)
                 answered = call.done() and not call.cancelled() and call.exception() is None
                 self.unsettled |= not answered
-            call.add_done_callback(_retrieve)
+            call.add_done_callback(retrieve)
             call.cancel()
             raise
         try:
@@ -163,11 +163,6 @@ class RdmaLink(Link):
                 f"the volume's actor failed: {type(error).__name__}: {str(error)[:500]}"
             ) from error
         result(answer)
-
-
-def _retrieve(call: asyncio.Future[Any]) -> None:
-    if not call.cancelled():
-        call.exception()  # otherwise Python would report it as never retrieved
 
 
 def _registered(views: list[memoryview]) -> list[RDMABuffer]:

@@ -13,9 +13,10 @@ import msgspec
 
 from torchstore_core.errors import TorchStoreError
 from torchstore_core.server.serving.listening import Listener, speaking
+from torchstore_core.wire.framing import HEADER, framed
 from torchstore_monarch.chunks import PIECES
 from torchstore_monarch.protocol import result
-from torchstore_monarch.rpc.wire import CHUNK, HEADER, RpcRequest, RpcResponse, frame
+from torchstore_monarch.rpc.wire import CHUNK, RpcRequest, RpcResponse
 from torchstore_monarch.threads import where_it_fits
 
 log = logging.getLogger(__name__)
@@ -181,7 +182,7 @@ async def _answer(
 ) -> None:
     while (task := await answers.get()) is not None:
         response, data = await asyncio.shield(task)
-        writer.write(frame(response))
+        writer.write(framed(response))
         if data:
             writer.write(data)
         await writer.drain()

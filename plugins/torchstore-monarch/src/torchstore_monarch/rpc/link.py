@@ -21,16 +21,15 @@ from torchstore_core.errors import (
 )
 from torchstore_core.machine.sockets.unix import connect, unix_socket
 from torchstore_core.machine.tasks import wait_ended
+from torchstore_core.wire.framing import HEADER, framed
 from torchstore_monarch.chunks import ChunkSize, chunks, memory_of
 from torchstore_monarch.protocol import Offer
 from torchstore_monarch.rpc.wire import (
     CHUNK,
     GREETING,
-    HEADER,
     Admission,
     RpcRequest,
     RpcResponse,
-    frame,
 )
 
 _IN_FLIGHT = 2
@@ -215,7 +214,7 @@ class RpcLink(Link):
 
 async def _ask(sock: socket.socket, request: RpcRequest, views: list[memoryview]) -> None:
     loop = asyncio.get_running_loop()
-    await loop.sock_sendall(sock, frame(request))
+    await loop.sock_sendall(sock, framed(request))
     if request.write:
         for view in views:
             await loop.sock_sendall(sock, view)

@@ -11,7 +11,6 @@ import msgspec
 
 #: Largest request in bytes. Each request is one endpoint call.
 CHUNK = 8 << 20
-HEADER = 4
 #: The client's handshake, with the version of this protocol.
 GREETING = b"monarch-rpc 3"
 
@@ -48,9 +47,3 @@ class RpcResponse(msgspec.Struct, frozen=True, array_like=True):
     """The outcome of a request. ``error``: why it failed; empty if it succeeded."""
 
     error: str = ""
-
-
-def frame(message: msgspec.Struct) -> bytes:
-    """Encode a message as one frame."""
-    body = msgspec.msgpack.encode(message)
-    return len(body).to_bytes(HEADER, "little") + body

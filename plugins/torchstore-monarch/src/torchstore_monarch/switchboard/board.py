@@ -20,6 +20,7 @@ from torchstore_core.server.remote.lines import Line
 from torchstore_core.server.remote.relay_server import EXPIRE_S, RelayServer
 from torchstore_core.server.serving.frames import FrameProtocol
 from torchstore_core.server.serving.listening import Listener, speaking
+from torchstore_core.wire.framing import framed
 from torchstore_monarch.actors.swept_directory import SweptDirectory
 from torchstore_monarch.protocol import encoded_error
 from torchstore_monarch.switchboard import wire
@@ -302,7 +303,7 @@ class _Carrier(FrameProtocol):
 
     def send(self, message: wire.ToActor) -> None:
         """Send a message, if the actor is still there."""
-        self.write(wire.frame(message))
+        self.write(framed(message))
 
     def received(self, bodies: list[bytes]) -> None:
         for body in bodies:

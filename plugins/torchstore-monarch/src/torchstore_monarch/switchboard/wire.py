@@ -10,7 +10,6 @@ from __future__ import annotations
 import msgspec
 
 from torchstore_core.errors import ProtocolError
-from torchstore_core.wire.framing import HEADER
 
 #: The name of a switchboard's socket, beside that of the server.
 SOCKET = "switchboard.sock"
@@ -169,9 +168,3 @@ def to_actor(body: bytes) -> ToActor:
         return _to_actor.decode(body)
     except msgspec.DecodeError as error:
         raise ProtocolError(f"a switchboard has sent something unreadable: {error}") from error
-
-
-def frame(message: FromActor | ToActor) -> bytes:
-    """Encode a message as one frame."""
-    body = msgspec.msgpack.encode(message)
-    return len(body).to_bytes(HEADER, "little") + body

@@ -33,7 +33,7 @@ from torchstore_core.errors import (
 from torchstore_core.machine.tasks import begin
 from torchstore_core.plugins.registry import load_class
 from torchstore_core.wire.calls import Calls
-from torchstore_core.wire.framing import HEADER, FrameReader, portable
+from torchstore_core.wire.framing import FrameReader, framed, portable
 from torchstore_core.wire.messages import HANDSHAKE_S
 
 log = logging.getLogger(__name__)
@@ -94,11 +94,6 @@ class _Answer(msgspec.Struct, frozen=True, array_like=True):
     message: str = ""
     registered: tuple[int, ...] = ()
     details: dict[str, Any] = {}
-
-
-def _frame(message: _Ask | _Answer) -> bytes:
-    body = msgspec.msgpack.encode(message)
-    return len(body).to_bytes(HEADER, "little") + body
 
 
 # ---- in the volume's process --------------------------------------------------------------
@@ -282,7 +277,7 @@ class _HalfProcess(asyncio.Protocol):
 
         def send(number: int) -> None:
             self._unanswered.add(number)
-            transport.write(_frame(_Ask(number, method, peer, data)))
+            transport.write(framed(_Ask(number, method, peer, data)))
 
         return (await self._calls.make(send)).data
 
@@ -318,7 +313,7 @@ class _HalfProcess(asyncio.Protocol):
         while silent < _SILENT_PAUSES and self._transport is not None:
             if heard != self._heard:
                 silent, heard = 0, self._heard
-                self._transport.write(_frame(_Ask(self._calls.next_id(), "alive")))
+                self._transport.write(framed(_Ask(self._calls.next_id(), "alive")))
             await asyncio.sleep(_PAUSE_S)
             silent += 1
         log.warning("the process of %s hangs: it is killed", self._half)
@@ -397,7 +392,7 @@ async def _serve(order: _Order) -> None:
         async with sending:
             with contextlib.suppress(OSError):
                 reply = _Answer(ask.id, data, code, message, registered, details)
-                await loop.sock_sendall(sock, _frame(reply))
+                await loop.sock_sendall(sock, framed(reply))
 
     with contextlib.suppress(OSError):
         while data := await loop.sock_recv(sock, _RECEIVE):

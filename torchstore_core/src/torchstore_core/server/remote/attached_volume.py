@@ -13,6 +13,7 @@ from torchstore_core.machine.processes import ProcessWatch, started
 from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.remote.spill_files import AttachedFile
+from torchstore_core.server.remote.volume_line import VolumeLine
 from torchstore_core.server.spilling.delays import Delayed
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.calls import Calls
@@ -24,19 +25,20 @@ _REFUSED_S = 1.0
 class AttachedMemory:
     """The controller's ``SegmentView`` of memory in another process.
 
+    Args:
+        line: to the volume.
+
     Attributes:
-        send: sends a message to the volume; None: it is not connected, in this life of the server.
         delayed: makes what a request raises that waits for the volume's answer.
         left: what the volume's host had left of its memory when it said so the last time.
     """
 
-    def __init__(self) -> None:
-        self.send: Callable[[m.Message], None] | None = None
+    def __init__(self, line: VolumeLine) -> None:
+        self._line = line
         self.delayed: Callable[[str], Delayed] = lambda why: Delayed(why, lambda retry: None)
         self.left: int | None = None
         self._warm = 0
         self._target = 0
-        self._wants_copier = False
         self._asked = 0  # whether its memory may grow so far is what the volume is asked
         self._refused: m.Grown | None = None
         self._refused_at = 0.0
@@ -56,14 +58,14 @@ class AttachedMemory:
         """
         if target > max(self._target, self._warm):
             self._target = target
-            self._tell(m.Prefault(target))
+            self._line.send(m.Prefault(target))
 
     def trim(self, start: int) -> int:
         """Ask the volume to return the pages from ``start`` on to the system."""
-        if self.send is None or start >= self._warm:
+        if not self._line.is_open or start >= self._warm:
             return 0
         given = self._warm - start
-        self.send(m.Trim(start, self._warm))
+        self._line.send(m.Trim(start, self._warm))
         return given
 
     def may_grow(self, end: int) -> int:
@@ -80,7 +82,7 @@ class AttachedMemory:
             self._refused = None
         if end > self._asked:
             self._asked = end
-            self._tell(m.MayGrow(end))
+            self._line.send(m.MayGrow(end))
         raise self.delayed("a volume was being asked whether its host has the memory")
 
     def grown(self, message: m.Grown) -> None:
@@ -104,33 +106,22 @@ class AttachedMemory:
         return False
 
     def watch(self, wanted: m.WatchProcess) -> None:
-        """Ask the volume to watch a process on its host."""
-        self._tell(wanted)
+        """Ask the volume to watch a process on its host; if it is there, see
+        ``DetachedSessions.watch_again``.
+        """
+        if self._line.is_open:
+            self._line.send(wanted)
 
     def start_copier(self, *, again: bool) -> None:
-        """Ask the volume to start a copier beside it; ``again``: in place of one that runs."""
-        self._wants_copier = self.send is None
-        self._tell(m.StartCopier(again))
+        """Ask the volume to start a copier beside it; ``again``: in place of one that runs, but
+        not of one of an earlier life of the server.
+        """
+        self._line.send(m.StartCopier(again and self._line.is_open))
 
     def warmed(self, message: m.Warm) -> None:
         """Record how much memory is warm, as reported by the volume."""
         self._warm = message.nbytes if message.trimmed else max(self._warm, message.nbytes)
         self._target = 0
-
-    def connected(self, send: Callable[[m.Message], None]) -> None:
-        """The volume is there (again): ask for what it could not be asked for before."""
-        self.send = send
-        if self._target:
-            send(m.Prefault(self._target))
-        if self._asked:
-            send(m.MayGrow(self._asked))
-        if self._wants_copier:
-            self._wants_copier = False
-            send(m.StartCopier(False))
-
-    def _tell(self, message: m.Message) -> None:
-        if self.send is not None:
-            self.send(message)
 
 
 class AttachedHalves:
@@ -138,32 +129,25 @@ class AttachedHalves:
 
     Args:
         volume_id: the volume's id, for error messages.
+        line: to the volume.
     """
 
-    def __init__(self, volume_id: str) -> None:
+    def __init__(self, volume_id: str, line: VolumeLine) -> None:
         self._volume_id = volume_id
-        self._waiting: list[m.Message] = []  # until it is connected
-        self._send: Callable[[m.Message], None] = self._waiting.append
+        self._line = line
         self._calls: Calls[m.PeerReply] = Calls()
 
     async def handshake(self, peer: bytes, transport: str, request: bytes) -> bytes:
         """Pass the handshake to the volume, and return its answer."""
 
         def send(number: int) -> None:
-            self._send(m.PeerHandshake(number, peer, transport, request))
+            self._line.send(m.PeerHandshake(number, peer, transport, request))
 
         return (await self._calls.make(send)).data
 
     async def disconnect(self, peer: bytes, transport: str = "") -> None:
         """Ask the volume to disconnect ``peer``, and wait until it has."""
-        await self._calls.make(lambda number: self._send(m.PeerGone(number, peer, transport)))
-
-    def connected(self, send: Callable[[m.Message], None]) -> None:
-        """The volume is there (again)."""
-        self._send = send
-        for message in self._waiting:
-            send(message)
-        self._waiting.clear()
+        await self._calls.make(lambda number: self._line.send(m.PeerGone(number, peer, transport)))
 
     def replied(self, reply: m.PeerReply) -> None:
         """Pass the volume's answer to the call that waits for it."""
@@ -199,29 +183,30 @@ class AttachedVolume(VolumeRecord):
         spilled: its spill file; None: it has none.
     """
 
-    __slots__ = ("_watch", "is_connected", "known", "spilled")
+    __slots__ = ("_line", "_watch", "known", "spilled")
     memory: AttachedMemory
     halves: AttachedHalves
 
     def __init__(self, known: KnownVolume) -> None:
-        memory = AttachedMemory()
+        self._line = line = VolumeLine()
+        memory = AttachedMemory(line)
         grow = None if known.usable is None else memory.may_grow
         allocator = Allocator(known.info.capacity_bytes, grow)
         allocator.ask(grow, allocator.capacity if known.usable is None else known.usable)
-        super().__init__(known.info, memory, AttachedHalves(known.info.id), allocator)
+        super().__init__(known.info, memory, AttachedHalves(known.info.id, line), allocator)
         self.known = known
-        self.spilled = None if known.spill is None else AttachedFile(known.spill)
-        self.is_connected = False
+        self.spilled = None if known.spill is None else AttachedFile(known.spill, line)
         self._watch: ProcessWatch | None = None
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether it is there, or has been, in this life of the server."""
+        return self._line.is_open
 
     def connected(self, send: Callable[[m.Message], None]) -> None:
         """The volume is there (again); ``send`` sends it a message."""
-        self.is_connected = True
         self.unwatch()
-        self.memory.connected(send)
-        self.halves.connected(send)
-        if self.spilled is not None:
-            self.spilled.connected(send)
+        self._line.open(send)
 
     def watch(self, ended: Callable[[], None]) -> None:
         """Call something when its process has ended, as far as that can be seen, unless it connects

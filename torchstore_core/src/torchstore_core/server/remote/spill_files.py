@@ -19,6 +19,7 @@ import msgspec
 
 from torchstore_core.contracts.when_full import is_url
 from torchstore_core.machine.tasks import call_from_thread
+from torchstore_core.server.remote.volume_line import VolumeLine
 from torchstore_core.server.spilling.spill_file import SpillFile
 from torchstore_core.server.spilling.threads import SpillThreads
 from torchstore_core.wire import messages as m
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 class AttachedFile:
     """The server's view of the file of a volume in another process, see ``moves.HasFile``.
 
+    Args:
+        place: what the volume has told of it.
+        line: to the volume.
+
     Attributes:
         capacity: the most bytes that it may have.
         file_system: its type; empty if it is not known.
@@ -38,17 +43,17 @@ class AttachedFile:
         is_filled: whether anything was moved since the segment has left the page tables.
     """
 
-    def __init__(self, place: m.SpillPlace) -> None:
+    def __init__(self, place: m.SpillPlace, line: VolumeLine) -> None:
+        self._line = line
         self.file_system = place.file_system
         self.frees = place.frees
         self.most = place.most
         self.is_filled = False
         self.capacity = place.capacity
-        self._send: Callable[[m.Message], None] | None = None
-        self._waiting: list[m.SpillOrder] = []  # until it is connected
         self._ids = itertools.count(1)
         self._pending: dict[int, Callable[[m.SpillDone], None]] = {}
         self._lost = ""
+        self._is_closed = False
 
     @property
     def size(self) -> int:
@@ -70,22 +75,13 @@ class AttachedFile:
         order = msgspec.structs.replace(order, id=number)
         if not isinstance(order, m.FreeSpill | m.KeepSpill):
             self.is_filled = not isinstance(order, m.CutSpill)
-        if self._send is None:
-            self._waiting.append(order)
-        else:
-            self._send(order)
+        if not self._is_closed:
+            self._line.send(order)
 
     def hurry(self) -> None:
         """Somebody waits for what is being written."""
-        if self._send is not None and self._pending:
-            self._send(m.HurrySpill())
-
-    def connected(self, send: Callable[[m.Message], None]) -> None:
-        """The volume is there (again)."""
-        self._send = send
-        waiting, self._waiting = self._waiting, []
-        for order in waiting:
-            send(order)
+        if self._line.is_open and self._pending:
+            self._line.send(m.HurrySpill())
 
     def done(self, message: m.SpillDone) -> None:
         """The volume has carried out an order."""
@@ -104,7 +100,7 @@ class AttachedFile:
     def close(self) -> None:
         """Give no more orders. The file ends with the volume."""
         self._pending.clear()
-        self._send = None
+        self._is_closed = True
 
     def _failure(self) -> m.SpillDone:
         return m.SpillDone(0, failed=m.SpillTrouble(f"its volume is gone: {self._lost}"))

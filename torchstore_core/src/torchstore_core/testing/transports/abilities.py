@@ -10,7 +10,6 @@ import pytest
 
 from torchstore_core.contracts.transport import (
     Copy,
-    Link,
     SupportsMap,
     SupportsMapThrough,
     SupportsProgress,
@@ -19,9 +18,8 @@ from torchstore_core.contracts.transport import (
 )
 from torchstore_core.contracts.transport import Memory as OwnedMemory
 from torchstore_core.testing.timers import clock
-from torchstore_core.testing.transports.base import TransportKit, check, fail
+from torchstore_core.testing.transports.base import Ends, TransportKit, check, fail, over_a_link
 from torchstore_core.testing.transports.ends.memory import Memory, pattern
-from torchstore_core.testing.transports.ends.session import Session
 
 __all__ = ["AbilityTests"]
 
@@ -53,152 +51,137 @@ class _Owner:
 class AbilityTests(TransportKit):
     """Tests of ``window``, ``prepare``, ``map`` and ``progress``."""
 
-    def test_a_window_shows_the_segment(self) -> None:
+    @over_a_link()
+    async def test_a_window_shows_the_segment(self, ends: Ends) -> None:
         """Bytes written through the window of each segment are in it, and the reverse."""
-        endpoints = self.anywhere()
+        endpoints, _, link = ends
+        window: object = link
+        if not isinstance(window, SupportsWindow):
+            pytest.skip("it has no windows")
+        for number, segment in enumerate(endpoints.segments):
+            shown = window.window(number)
+            check(shown.nbytes == len(segment), f"a window of {shown.nbytes} bytes")
+            offset, data = endpoints.take(300_000), pattern(11 + number, 300_000)
+            window.prepare(number, offset, len(data), fresh=True)
+            source, target = Memory(data), Memory(len(data))
+            ctypes.memmove(shown.address + offset, source.address, len(data))
+            found = endpoints.look(offset, len(data), number)
+            check(found == data, "the segment has other bytes")
+            endpoints.put(offset, data[::-1], number)
+            window.prepare(number, offset, len(data), fresh=False)
+            ctypes.memmove(target.address, shown.address + offset, len(data))
+            check(target.data() == data[::-1], "the window shows other bytes")
+            check(window.window(number) == shown, "a second window of the segment is another")
 
-        async def work(_: Session, link: Link) -> None:
-            window: object = link
-            if not isinstance(window, SupportsWindow):
-                pytest.skip("it has no windows")
-            for number, segment in enumerate(endpoints.segments):
-                shown = window.window(number)
-                check(shown.nbytes == len(segment), f"a window of {shown.nbytes} bytes")
-                offset, data = endpoints.take(300_000), pattern(11 + number, 300_000)
-                window.prepare(number, offset, len(data), fresh=True)
-                source, target = Memory(data), Memory(len(data))
-                ctypes.memmove(shown.address + offset, source.address, len(data))
-                found = endpoints.look(offset, len(data), number)
-                check(found == data, "the segment has other bytes")
-                endpoints.put(offset, data[::-1], number)
-                window.prepare(number, offset, len(data), fresh=False)
-                ctypes.memmove(target.address, shown.address + offset, len(data))
-                check(target.data() == data[::-1], "the window shows other bytes")
-                check(window.window(number) == shown, "a second window of the segment is another")
-
-        self.with_link(endpoints, work)
-
-    def test_a_mapping_is_private_and_outlives_its_link(self) -> None:
+    @over_a_link()
+    async def test_a_mapping_is_private_and_outlives_its_link(self, ends: Ends) -> None:
         """Writing to a mapping does not change the segment; it is usable after ``close``."""
-        endpoints = self.anywhere()
+        endpoints, _, link = ends
+        mapper: object = link
+        if not isinstance(mapper, SupportsMap):
+            pytest.skip("it has no mappings")
+        offset, data = endpoints.take(100_000), pattern(14, 100_000)
+        last = len(endpoints.segments) - 1
+        endpoints.put(offset, data, last)
+        mapped = mapper.map(last, offset, len(data))
+        check(mapped.nbytes == len(data), f"a mapping of {mapped.nbytes} bytes")
+        target = Memory(len(data))
+        ctypes.memmove(target.address, mapped.address, len(data))
+        check(target.data() == data, "the mapping shows other bytes")
+        link.close()
+        view = memoryview(mapped.owner).cast("B")  # type: ignore[arg-type]
+        view[mapped.offset : mapped.offset + 10] = bytes(10)
+        same = endpoints.look(offset, len(data), last) == data
+        check(same, "writing to a mapping changed the segment")
+        ctypes.memmove(target.address, mapped.address, len(data))
+        check(target.data() == bytes(10) + data[10:], "the mapping ended with its link")
 
-        async def work(_: Session, link: Link) -> None:
-            mapper: object = link
-            if not isinstance(mapper, SupportsMap):
-                pytest.skip("it has no mappings")
-            offset, data = endpoints.take(100_000), pattern(14, 100_000)
-            last = len(endpoints.segments) - 1
-            endpoints.put(offset, data, last)
-            mapped = mapper.map(last, offset, len(data))
-            check(mapped.nbytes == len(data), f"a mapping of {mapped.nbytes} bytes")
-            target = Memory(len(data))
-            ctypes.memmove(target.address, mapped.address, len(data))
-            check(target.data() == data, "the mapping shows other bytes")
-            link.close()
+    @over_a_link()
+    async def test_what_is_written_to_a_mapping_is_in_the_segment_until_it_is_private(
+        self, ends: Ends
+    ) -> None:
+        """Of every alignment; afterwards it is a private one."""
+        endpoints, _, link = ends
+        mapper: object = link
+        if not isinstance(mapper, SupportsMapThrough):
+            pytest.skip("it has no mappings that are written through")
+        for first in (0, 4096 + 64):
+            nbytes = 2_000_000
+            taken = endpoints.take(nbytes + first) + first
+            source, target = Memory(pattern(15 + first, nbytes)), Memory(nbytes)
+            mapped = mapper.map_through(0, taken, nbytes)
+            check(mapped.nbytes == nbytes, f"a mapping of {mapped.nbytes} bytes")
+            ctypes.memmove(mapped.address, source.address, nbytes)
+            same = endpoints.look(taken, nbytes) == source.data()
+            check(same, "what was written to the mapping is not in the segment")
+            mapper.make_private(0, taken, mapped)
+            same = endpoints.look(taken, nbytes) == source.data()
+            check(same, "what was written before is not in the segment")
             view = memoryview(mapped.owner).cast("B")  # type: ignore[arg-type]
             view[mapped.offset : mapped.offset + 10] = bytes(10)
-            same = endpoints.look(offset, len(data), last) == data
-            check(same, "writing to a mapping changed the segment")
-            ctypes.memmove(target.address, mapped.address, len(data))
-            check(target.data() == bytes(10) + data[10:], "the mapping ended with its link")
+            same = endpoints.look(taken, nbytes) == source.data()
+            check(same, "writing to a private mapping changed the segment")
+            ctypes.memmove(target.address, mapped.address, nbytes)
+            check(target.data() == bytes(10) + source.data()[10:], "the mapping has other bytes")
+            endpoints.put(taken, bytes(nbytes))
+            await link.write([source.copy(taken)])
+            check(endpoints.look(taken, nbytes) == source.data(), "the link writes elsewhere")
 
-        self.with_link(endpoints, work)
-
-    def test_what_is_written_to_a_mapping_is_in_the_segment_until_it_is_private(self) -> None:
-        """Of every alignment; afterwards it is a private one."""
-        endpoints = self.anywhere()
-
-        async def work(_: Session, link: Link) -> None:
-            mapper: object = link
-            if not isinstance(mapper, SupportsMapThrough):
-                pytest.skip("it has no mappings that are written through")
-            for first in (0, 4096 + 64):
-                nbytes = 2_000_000
-                taken = endpoints.take(nbytes + first) + first
-                source, target = Memory(pattern(15 + first, nbytes)), Memory(nbytes)
-                mapped = mapper.map_through(0, taken, nbytes)
-                check(mapped.nbytes == nbytes, f"a mapping of {mapped.nbytes} bytes")
-                ctypes.memmove(mapped.address, source.address, nbytes)
-                same = endpoints.look(taken, nbytes) == source.data()
-                check(same, "what was written to the mapping is not in the segment")
-                mapper.make_private(0, taken, mapped)
-                same = endpoints.look(taken, nbytes) == source.data()
-                check(same, "what was written before is not in the segment")
-                view = memoryview(mapped.owner).cast("B")  # type: ignore[arg-type]
-                view[mapped.offset : mapped.offset + 10] = bytes(10)
-                same = endpoints.look(taken, nbytes) == source.data()
-                check(same, "writing to a private mapping changed the segment")
-                ctypes.memmove(target.address, mapped.address, nbytes)
-                check(
-                    target.data() == bytes(10) + source.data()[10:], "the mapping has other bytes"
-                )
-                endpoints.put(taken, bytes(nbytes))
-                await link.write([source.copy(taken)])
-                check(endpoints.look(taken, nbytes) == source.data(), "the link writes elsewhere")
-
-        self.with_link(endpoints, work)
-
-    def test_progress_tells_that_bytes_have_moved(self) -> None:
+    @over_a_link()
+    async def test_progress_tells_that_bytes_have_moved(self, ends: Ends) -> None:
         """``progress`` returns an integer, on any thread and without blocking, another one after a
         transfer, and the same one as long as nothing moves.
         """
-        endpoints = self.anywhere()
+        endpoints, _, link = ends
+        reporting: object = link
+        if not isinstance(reporting, SupportsProgress):
+            pytest.skip("it does not report progress")
+        memory, offset = Memory(pattern(13, _MOVED)), endpoints.take(_MOVED)
+        last = _progress(reporting)
+        for what, move in (("write", link.write), ("read", link.read)):
+            moving = asyncio.ensure_future(move([memory.copy(offset)]))
+            await asyncio.sleep(0)
+            await asyncio.to_thread(_progress, reporting)
+            await moving
+            now = _progress(reporting)
+            check(now != last, f"progress() is {now} before a {what} of 8 MiB, and after it")
+            last = await _at_rest(reporting)
 
-        async def work(_: Session, link: Link) -> None:
-            reporting: object = link
-            if not isinstance(reporting, SupportsProgress):
-                pytest.skip("it does not report progress")
-            memory, offset = Memory(pattern(13, _MOVED)), endpoints.take(_MOVED)
-            last = _progress(reporting)
-            for what, move in (("write", link.write), ("read", link.read)):
-                moving = asyncio.ensure_future(move([memory.copy(offset)]))
-                await asyncio.sleep(0)
-                await asyncio.to_thread(_progress, reporting)
-                await moving
-                now = _progress(reporting)
-                check(now != last, f"progress() is {now} before a {what} of 8 MiB, and after it")
-                last = await _at_rest(reporting)
-
-        self.with_link(endpoints, work)
-
-    def test_registered_memory_is_that_of_now(self) -> None:
+    @over_a_link()
+    async def test_registered_memory_is_that_of_now(self, ends: Ends) -> None:
         """What moves is what is at an address now: its owner, or another one, may have given the
         memory back in between, and got other memory there.
         """
-        endpoints = self.anywhere()
+        endpoints, _, link = ends
         nbytes = 300 << 10
-
-        async def work(_: Session, link: Link) -> None:
-            registering: object = link
-            if not isinstance(registering, SupportsRegistration):
-                pytest.skip("it does not want to know whose memory it moves")
-            offset = endpoints.take(nbytes)
-            address = _map(nbytes)
-            owner = _Owner()
-            for turn, what in enumerate(("at first", "again", "given back", "another's")):
-                if turn >= 2:
-                    _map(nbytes, address)
-                if what == "another's":
-                    owner = _Owner()
-                memory = [OwnedMemory(address, nbytes, owner)]
-                sent, stored = pattern(20 + turn, nbytes), pattern(30 + turn, nbytes)
-                ctypes.memmove(address, sent, nbytes)
-                await registering.write_from([Copy(address, 0, offset, nbytes)], memory)
-                check(endpoints.look(offset, nbytes) == sent, f"write, {what}: other bytes")
-                endpoints.put(offset, stored)
-                await registering.read_into([Copy(address, 0, offset, nbytes)], memory)
-                found = ctypes.string_at(address, nbytes)
-                check(found == stored, f"read, {what}: other bytes")
-                # What is nobody's, or only a part of what somebody has.
-                few = Memory(pattern(40 + turn, 5000))
-                part = Copy(address + 5, 0, offset + 10_000, 5000)
-                await registering.write_from([few.copy(offset), part], memory)
-                there = endpoints.look(offset, 15_000)
-                check(there[:5000] == few.data(), f"write, {what}: other bytes of nobody's memory")
-                check(there[10_000:] == stored[5:5005], f"write, {what}: other bytes of a part")
-            _libc.munmap(address, nbytes)
-
-        self.with_link(endpoints, work)
+        registering: object = link
+        if not isinstance(registering, SupportsRegistration):
+            pytest.skip("it does not want to know whose memory it moves")
+        offset = endpoints.take(nbytes)
+        address = _map(nbytes)
+        owner = _Owner()
+        for turn, what in enumerate(("at first", "again", "given back", "another's")):
+            if turn >= 2:
+                _map(nbytes, address)
+            if what == "another's":
+                owner = _Owner()
+            memory = [OwnedMemory(address, nbytes, owner)]
+            sent, stored = pattern(20 + turn, nbytes), pattern(30 + turn, nbytes)
+            ctypes.memmove(address, sent, nbytes)
+            await registering.write_from([Copy(address, 0, offset, nbytes)], memory)
+            check(endpoints.look(offset, nbytes) == sent, f"write, {what}: other bytes")
+            endpoints.put(offset, stored)
+            await registering.read_into([Copy(address, 0, offset, nbytes)], memory)
+            found = ctypes.string_at(address, nbytes)
+            check(found == stored, f"read, {what}: other bytes")
+            # What is nobody's, or only a part of what somebody has.
+            few = Memory(pattern(40 + turn, 5000))
+            part = Copy(address + 5, 0, offset + 10_000, 5000)
+            await registering.write_from([few.copy(offset), part], memory)
+            there = endpoints.look(offset, 15_000)
+            check(there[:5000] == few.data(), f"write, {what}: other bytes of nobody's memory")
+            check(there[10_000:] == stored[5:5005], f"write, {what}: other bytes of a part")
+        _libc.munmap(address, nbytes)
 
 
 async def _at_rest(link: SupportsProgress) -> int:

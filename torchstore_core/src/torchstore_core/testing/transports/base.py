@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import inspect
 import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from importlib import metadata
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypeVar
 
 import pytest
 
@@ -25,9 +26,22 @@ from torchstore_core.testing.transports.ends.hanging import hanging_call
 from torchstore_core.testing.transports.ends.host import Plugin
 from torchstore_core.testing.transports.ends.session import Session
 
-__all__ = ["PLACES", "ROUNDS", "TransportKit", "check", "fail", "must_refuse", "outcome", "run"]
+__all__ = [
+    "PLACES",
+    "ROUNDS",
+    "Ends",
+    "TransportKit",
+    "check",
+    "check_raised",
+    "fail",
+    "must_refuse",
+    "outcome",
+    "over_a_link",
+    "run",
+]
 
 T = TypeVar("T")
+K = TypeVar("K", bound="TransportKit")
 
 #: Where a server half may run: in a process of its own, or in the client's process.
 PLACES = ("process", "here")
@@ -103,13 +117,17 @@ async def outcome(
     return asyncio.CancelledError() if task.cancelled() else task.exception()
 
 
+def check_raised(raised: BaseException | None, what: str) -> None:
+    """Fail the test unless ``what`` has raised nothing, or a TransportError."""
+    known = raised is None or isinstance(raised, TransportError)
+    check(known, f"{what} raised {raised!r}, which is no TransportError")
+
+
 async def must_refuse(work: Coroutine[Any, Any, object], what: str, within: float = 5.0) -> None:
     """Fail the test unless ``work`` soon raises a TransportError."""
     raised = await outcome(work, within, what)
     check(raised is not None, f"{what} was accepted")
-    check(
-        isinstance(raised, TransportError), f"{what} raised {raised!r}, which is no TransportError"
-    )
+    check_raised(raised, what)
 
 
 class TransportKit:
@@ -271,6 +289,42 @@ class TransportKit:
                 return await work(session, await session.connect())
 
         return run(main(), _TEST_S + self.large_bytes / _SLOW_BYTES_PER_S)
+
+
+class Ends(NamedTuple):
+    """A volume, a new client of it, and the client's link."""
+
+    volume: Endpoints
+    session: Session
+    link: Link
+
+
+def over_a_link(
+    where: Literal["anywhere", "process", "fresh", "apart"] = "anywhere",
+) -> Callable[[Callable[[K, Ends], Coroutine[Any, Any, None]]], Callable[[K], None]]:
+    """Make a test of a coroutine that moves bytes over a link.
+
+    Args:
+        where: the volume: ``"anywhere"``, or in another ``"process"``: one that tests share;
+            ``"fresh"``, ``"apart"``: one of its own, see the methods of :class:`TransportKit`.
+    """
+
+    def made(work: Callable[[K, Ends], Coroutine[Any, Any, None]]) -> Callable[[K], None]:
+        @functools.wraps(work)
+        def test(self: K) -> None:
+            with contextlib.ExitStack() as stack:
+                if where in ("fresh", "apart"):
+                    volume = stack.enter_context(self.fresh() if where == "fresh" else self.apart())
+                else:
+                    volume = self.anywhere() if where == "anywhere" else self.at(where)
+                self.with_link(volume, lambda *client: work(self, Ends(volume, *client)))
+
+        test.__signature__ = inspect.Signature(  # type: ignore[attr-defined] # no fixture is wanted
+            [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)]
+        )
+        return test
+
+    return made
 
 
 def _held(endpoints: Endpoints) -> dict[str, int]:

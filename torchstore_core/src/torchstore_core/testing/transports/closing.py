@@ -10,16 +10,18 @@ from typing import Any
 
 import pytest
 
-from torchstore_core.contracts.transport import Link
 from torchstore_core.errors import TransportError
 from torchstore_core.testing.timers import clock
 from torchstore_core.testing.transports.base import (
     ROUNDS,
+    Ends,
     TransportKit,
     check,
+    check_raised,
     fail,
     must_refuse,
     outcome,
+    over_a_link,
     run,
 )
 from torchstore_core.testing.transports.ends.client import Crowd, Errand
@@ -38,25 +40,22 @@ _CONNECT_S = 10.0
 class ClosingTests(TransportKit):
     """Tests of closing and disconnecting, and of what is left afterwards."""
 
-    def test_close_is_quick_and_may_come_twice(self) -> None:
+    @over_a_link()
+    async def test_close_is_quick_and_may_come_twice(self, ends: Ends) -> None:
         """``close`` neither blocks nor fails, before the first transfer and after one."""
-        endpoints = self.anywhere()
-
-        async def work(session: Session, _: Link) -> None:
-            for used in (False, True):
-                took = [math.inf]
-                while len(took) <= _CLOSES and min(took) >= _CLOSE_S:  # the machine may be busy
-                    link = await session.connect()
-                    if used:
-                        memory = Memory(pattern(1, _NBYTES))
-                        await link.write([memory.copy(endpoints.take(_NBYTES))])
-                    began = clock()
-                    link.close()
-                    link.close()
-                    took.append(clock() - began)
-                check(min(took) < _CLOSE_S, f"close() took {min(took):.2f} s: it must not block")
-
-        self.with_link(endpoints, work)
+        endpoints, session, _ = ends
+        for used in (False, True):
+            took = [math.inf]
+            while len(took) <= _CLOSES and min(took) >= _CLOSE_S:  # the machine may be busy
+                link = await session.connect()
+                if used:
+                    memory = Memory(pattern(1, _NBYTES))
+                    await link.write([memory.copy(endpoints.take(_NBYTES))])
+                began = clock()
+                link.close()
+                link.close()
+                took.append(clock() - began)
+            check(min(took) < _CLOSE_S, f"close() took {min(took):.2f} s: it must not block")
 
     def test_links_leave_nothing_behind(self) -> None:
         """After some rounds of connect, transfer, close and disconnect, neither this process nor
@@ -111,8 +110,7 @@ class ClosingTests(TransportKit):
                 await asyncio.wait([connecting], timeout=_CONNECT_S)
                 check(connecting.done(), f"a cancelled connect took more than {_CONNECT_S:g} s")
                 raised = None if connecting.cancelled() else connecting.exception()
-                known = raised is None or isinstance(raised, TransportError)
-                check(known, f"a cancelled connect raised {raised!r}, which is no TransportError")
+                check_raised(raised, "a cancelled connect")
 
         took = run(duration())
 
@@ -180,48 +178,45 @@ class ClosingTests(TransportKit):
 
         self.must_leave_nothing(endpoints, rounds, "killed clients", first=ROUNDS)
 
-    def test_the_end_of_a_link_is_nobody_elses(self) -> None:
+    @over_a_link()
+    async def test_the_end_of_a_link_is_nobody_elses(self, ends: Ends) -> None:
         """While a link moves bytes, others of the same client are closed, and other clients close
         theirs and are disconnected. The link goes on, and so does its transfer.
         """
-        endpoints = self.anywhere()
+        endpoints, session, link = ends
+        memory, offset = Memory(pattern(8, _LONG)), endpoints.take(_LONG)
+        small, other_offset = Memory(pattern(9, _NBYTES)), endpoints.take(_NBYTES)
+        enough = asyncio.Event()
 
-        async def work(session: Session, link: Link) -> None:
-            memory, offset = Memory(pattern(8, _LONG)), endpoints.take(_LONG)
-            small, other_offset = Memory(pattern(9, _NBYTES)), endpoints.take(_NBYTES)
-            enough = asyncio.Event()
-
-            async def go_on() -> None:
-                while not enough.is_set():
-                    await link.write([memory.copy(offset)])
-                    await asyncio.sleep(0)
-
-            async def end(others: Session, what: str) -> None:
-                other = await others.connect()
-                await other.write([small.copy(other_offset)])
-                other.close()
-                if others is not session:
-                    await others.disconnect()
+        async def go_on() -> None:
+            while not enough.is_set():
+                await link.write([memory.copy(offset)])
                 await asyncio.sleep(0)
-                if going.done():
-                    fail(f"a write ended at {what}: {going.exception()!r}")
 
-            going = asyncio.ensure_future(go_on())
-            for _ in range(_ENDING):
-                await end(session, "close() of another link of the client")
-                async with endpoints.session() as others:
-                    await end(others, "disconnect() of another client")
-            enough.set()
-            raised = await outcome(going, _CONNECT_S, "a write while others left")
-            check(raised is None, f"a write while others left raised {raised!r}")
-            endpoints.put(offset, bytes(_LONG))
-            raised = await outcome(
-                link.write([memory.copy(offset)]), _CONNECT_S, "a write after others had left"
-            )
-            check(raised is None, f"a write after others had left raised {raised!r}")
-            check(endpoints.look(offset, _LONG) == memory.data(), "other bytes arrived")
+        async def end(others: Session, what: str) -> None:
+            other = await others.connect()
+            await other.write([small.copy(other_offset)])
+            other.close()
+            if others is not session:
+                await others.disconnect()
+            await asyncio.sleep(0)
+            if going.done():
+                fail(f"a write ended at {what}: {going.exception()!r}")
 
-        self.with_link(endpoints, work)
+        going = asyncio.ensure_future(go_on())
+        for _ in range(_ENDING):
+            await end(session, "close() of another link of the client")
+            async with endpoints.session() as others:
+                await end(others, "disconnect() of another client")
+        enough.set()
+        raised = await outcome(going, _CONNECT_S, "a write while others left")
+        check(raised is None, f"a write while others left raised {raised!r}")
+        endpoints.put(offset, bytes(_LONG))
+        raised = await outcome(
+            link.write([memory.copy(offset)]), _CONNECT_S, "a write after others had left"
+        )
+        check(raised is None, f"a write after others had left raised {raised!r}")
+        check(endpoints.look(offset, _LONG) == memory.data(), "other bytes arrived")
 
     def test_nothing_is_registered_after_the_last_client(self) -> None:
         """While clients are connected, ``registered`` is at most the size of the segment. After
@@ -244,21 +239,18 @@ class ClosingTests(TransportKit):
 
         run(main())
 
-    def test_a_client_may_begin_anew_after_disconnect(self) -> None:
+    @over_a_link()
+    async def test_a_client_may_begin_anew_after_disconnect(self, ends: Ends) -> None:
         """The same peer can connect again, with a new link."""
-        endpoints = self.anywhere()
-
-        async def work(session: Session, link: Link) -> None:
-            for seed in range(3):
-                memory, offset = Memory(pattern(seed, _NBYTES)), endpoints.take(_NBYTES)
-                await link.write([memory.copy(offset)])
-                check(endpoints.look(offset, _NBYTES) == memory.data(), "other bytes arrived")
-                link.close()
-                for _ in range(2):
-                    await session.disconnect()
-                link = await session.connect()
-
-        self.with_link(endpoints, work)
+        endpoints, session, link = ends
+        for seed in range(3):
+            memory, offset = Memory(pattern(seed, _NBYTES)), endpoints.take(_NBYTES)
+            await link.write([memory.copy(offset)])
+            check(endpoints.look(offset, _NBYTES) == memory.data(), "other bytes arrived")
+            link.close()
+            for _ in range(2):
+                await session.disconnect()
+            link = await session.connect()
 
 
 def _in_one_loop(once: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[int], None]:

@@ -14,7 +14,14 @@ import pytest
 from torchstore_core.contracts.transport import Copy, Link, SupportsWindow
 from torchstore_core.errors import TransportError
 from torchstore_core.testing.timers import clock
-from torchstore_core.testing.transports.base import TransportKit, check, fail, run
+from torchstore_core.testing.transports.base import (
+    Ends,
+    TransportKit,
+    check,
+    fail,
+    over_a_link,
+    run,
+)
 from torchstore_core.testing.transports.ends.endpoints import Endpoints
 from torchstore_core.testing.transports.ends.memory import Memory, give_back, pattern
 from torchstore_core.testing.transports.ends.session import Session
@@ -45,40 +52,35 @@ _BEAT_S = 1e-3
 class LastingTests(TransportKit):
     """Tests of what a link or a half does not do while it is used again and again."""
 
-    def test_memory_does_not_grow_with_transfers(self) -> None:
+    @over_a_link()
+    async def test_memory_does_not_grow_with_transfers(self, ends: Ends) -> None:
         """Neither half keeps what it has moved, or as much beside it."""
-        endpoints = self.anywhere()
+        endpoints, session, link = ends
+        source, target = Memory(pattern(3, _TRANSFERRED)), Memory(_TRANSFERRED)
+        offset = endpoints.take(_TRANSFERRED)
 
-        async def work(session: Session, link: Link) -> None:
-            source, target = Memory(pattern(3, _TRANSFERRED)), Memory(_TRANSFERRED)
-            offset = endpoints.take(_TRANSFERRED)
+        async def transfers() -> None:
+            for _ in range(_TRANSFERS):
+                await link.write([source.copy(offset)])
+                await link.read([target.copy(offset)])
+            session.requests.clear()  # bytes may travel in handshakes, which it remembers
 
-            async def transfers() -> None:
-                for _ in range(_TRANSFERS):
-                    await link.write([source.copy(offset)])
-                    await link.read([target.copy(offset)])
-                session.requests.clear()  # bytes may travel in handshakes, which it remembers
+        what = f"{_TRANSFERS} writes and reads of {_TRANSFERRED >> 10} KiB over one link"
+        await _must_not_grow(endpoints, session, transfers, _OF_TRANSFERS, what)
 
-            what = f"{_TRANSFERS} writes and reads of {_TRANSFERRED >> 10} KiB over one link"
-            await _must_not_grow(endpoints, session, transfers, _OF_TRANSFERS, what)
-
-        self.with_link(endpoints, work)
-
-    def test_memory_does_not_grow_with_handshakes(self) -> None:
+    @over_a_link()
+    async def test_memory_does_not_grow_with_handshakes(self, ends: Ends) -> None:
         """The server half forgets what it was asked, and refused."""
-        endpoints = self.anywhere()
+        endpoints, session, _ = ends
 
-        async def work(session: Session, _: Link) -> None:
-            async def handshakes() -> None:
-                for at in range(_HANDSHAKES):
-                    with contextlib.suppress(TransportError):
-                        await session.handshake(bytes([at]) * _ASKED)
-                    session.requests.clear()  # it would remember them
+        async def handshakes() -> None:
+            for at in range(_HANDSHAKES):
+                with contextlib.suppress(TransportError):
+                    await session.handshake(bytes([at]) * _ASKED)
+                session.requests.clear()  # it would remember them
 
-            what = f"{_HANDSHAKES} handshakes of {_ASKED >> 10} KiB"
-            await _must_not_grow(endpoints, session, handshakes, _OF_HANDSHAKES, what)
-
-        self.with_link(endpoints, work)
+        what = f"{_HANDSHAKES} handshakes of {_ASKED >> 10} KiB"
+        await _must_not_grow(endpoints, session, handshakes, _OF_HANDSHAKES, what)
 
     def test_memory_does_not_grow_with_clients(self) -> None:
         """Clients that connect, move something and leave cost nothing after that."""
@@ -98,36 +100,33 @@ class LastingTests(TransportKit):
 
         run(main())
 
-    def test_a_read_is_of_what_is_there_now(self) -> None:
+    @over_a_link()
+    async def test_a_read_is_of_what_is_there_now(self, ends: Ends) -> None:
         """A place that was read before, and has been written since, by this link, by another one,
         or by whoever else has the memory.
         """
-        endpoints = self.anywhere()
+        endpoints, session, link = ends
         offset = endpoints.take(_READ)
+        other = await session.connect()
 
-        async def work(session: Session, link: Link) -> None:
-            other = await session.connect()
+        async def by(writer: Link, data: bytes) -> None:
+            memory = Memory(data)
+            await writer.write([memory.copy(offset)])
 
-            async def by(writer: Link, data: bytes) -> None:
-                memory = Memory(data)
-                await writer.write([memory.copy(offset)])
+        async def by_the_owner(data: bytes) -> None:
+            endpoints.put(offset, data)
 
-            async def by_the_owner(data: bytes) -> None:
-                endpoints.put(offset, data)
-
-            ways: dict[str, Callable[[bytes], Coroutine[Any, Any, None]]] = {
-                "the same link": lambda data: by(link, data),
-                "the owner of the memory": by_the_owner,
-                "another link": lambda data: by(other, data),
-            }
-            target = Memory(_READ)
-            for seed, (who, write) in enumerate([*ways.items(), *ways.items()]):
-                data = pattern(seed, _READ)
-                await write(data)
-                await link.read([target.copy(offset)])
-                check(target.data() == data, f"a read did not see what {who} had written before")
-
-        self.with_link(endpoints, work)
+        ways: dict[str, Callable[[bytes], Coroutine[Any, Any, None]]] = {
+            "the same link": lambda data: by(link, data),
+            "the owner of the memory": by_the_owner,
+            "another link": lambda data: by(other, data),
+        }
+        target = Memory(_READ)
+        for seed, (who, write) in enumerate([*ways.items(), *ways.items()]):
+            data = pattern(seed, _READ)
+            await write(data)
+            await link.read([target.copy(offset)])
+            check(target.data() == data, f"a read did not see what {who} had written before")
 
     def test_it_makes_no_pages(self) -> None:
         """A segment gets memory where something is written, not because somebody is connected, or
@@ -147,20 +146,17 @@ class LastingTests(TransportKit):
             few = made <= _READ + _SOME_PAGES
             check(few, f"a write of {_READ} bytes has made {made >> 20} MiB of pages")
 
-    def test_the_event_loop_goes_on(self) -> None:
+    @over_a_link()
+    async def test_the_event_loop_goes_on(self, ends: Ends) -> None:
         """While many bytes move, other tasks of the client's event loop run."""
-        endpoints = self.anywhere()
+        endpoints, _, link = ends
         if isinstance(self.link_class(), type) and issubclass(self.link_class(), SupportsWindow):
             pytest.skip("its bytes are copied by the store itself (SupportsWindow)")
         nbytes = min(self.large_bytes, _WATCHED)
         offset = endpoints.take(nbytes)
-
-        async def work(_: Session, link: Link) -> None:
-            memory = Memory(bytes(nbytes))
-            for what, move in (("write", link.write), ("read", link.read)):
-                await _must_go_on(what, move, memory.copy(offset))
-
-        self.with_link(endpoints, work)
+        memory = Memory(bytes(nbytes))
+        for what, move in (("write", link.write), ("read", link.read)):
+            await _must_go_on(what, move, memory.copy(offset))
 
 
 async def _must_not_grow(

@@ -6,9 +6,7 @@ import asyncio
 import ipaddress
 import operator
 import random
-import threading
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -16,7 +14,15 @@ import pytest
 from torchstore_core.contracts.transport import Bid, Copy, Link
 from torchstore_core.testing import leftovers
 from torchstore_core.testing.networks import Namespace, two_networks
-from torchstore_core.testing.transports.base import PLACES, TransportKit, check, fail, run
+from torchstore_core.testing.transports.base import (
+    PLACES,
+    Ends,
+    TransportKit,
+    check,
+    fail,
+    over_a_link,
+    run,
+)
 from torchstore_core.testing.transports.ends.client import Client, Errand
 from torchstore_core.testing.transports.ends.endpoints import Endpoints
 from torchstore_core.testing.transports.ends.memory import Memory, kinds, pattern
@@ -110,44 +116,38 @@ class MovingTests(TransportKit):
 
         self.with_link(endpoints, work)
 
-    def test_a_large_transfer_arrives(self) -> None:
+    @over_a_link()
+    async def test_a_large_transfer_arrives(self, ends: Ends) -> None:
         """Move about :attr:`large_bytes` in one piece, and compare all of them."""
-        endpoints = self.anywhere()
+        endpoints, _, link = ends
         nbytes = self.large_bytes - 3
+        data, offset = pattern(99, nbytes), endpoints.take(nbytes)
+        source, target = Memory(data), Memory(nbytes)
+        await link.write([source.copy(offset)])
+        _compare("write", [nbytes], data, endpoints.look(offset, nbytes))
+        await link.read([target.copy(offset)])
+        _compare("read", [nbytes], data, target.data())
+        check(target.is_intact(), "read: bytes beside the destination changed")
 
-        async def work(_: Session, link: Link) -> None:
-            data, offset = pattern(99, nbytes), endpoints.take(nbytes)
-            source, target = Memory(data), Memory(nbytes)
-            await link.write([source.copy(offset)])
-            _compare("write", [nbytes], data, endpoints.look(offset, nbytes))
-            await link.read([target.copy(offset)])
-            _compare("read", [nbytes], data, target.data())
-            check(target.is_intact(), "read: bytes beside the destination changed")
-
-        self.with_link(endpoints, work)
-
-    def test_bytes_of_every_kind_arrive(self) -> None:
+    @over_a_link()
+    async def test_bytes_of_every_kind_arrive(self, ends: Ends) -> None:
         """Those that can be compressed and those that cannot, in one batch and each alone."""
-        endpoints = self.anywhere()
-
-        async def work(_: Session, link: Link) -> None:
-            for nbytes in _KINDS_BYTES:
-                made = kinds(nbytes)
-                sources = {what: Memory(data) for what, data in made.items()}
-                writes = [one.copy(endpoints.take(nbytes)) for one in sources.values()]
-                batches = [writes, *([copy] for copy in writes)] if nbytes < _BATCHED else [writes]
-                for batch in batches:
-                    for copy in batch:
-                        endpoints.put(copy.offset, b"\xee" * nbytes)
-                    await link.write(batch)
-                targets = [Memory(nbytes) for _ in writes]
-                await link.read([t.copy(c.offset) for t, c in zip(targets, writes, strict=True)])
-                for (what, data), copy, target in zip(made.items(), writes, targets, strict=True):
-                    found = endpoints.look(copy.offset, nbytes)
-                    check(found == data, f"write of {nbytes} bytes, {what}: other bytes")
-                    check(target.data() == data, f"read of {nbytes} bytes, {what}: other bytes")
-
-        self.with_link(endpoints, work)
+        endpoints, _, link = ends
+        for nbytes in _KINDS_BYTES:
+            made = kinds(nbytes)
+            sources = {what: Memory(data) for what, data in made.items()}
+            writes = [one.copy(endpoints.take(nbytes)) for one in sources.values()]
+            batches = [writes, *([copy] for copy in writes)] if nbytes < _BATCHED else [writes]
+            for batch in batches:
+                for copy in batch:
+                    endpoints.put(copy.offset, b"\xee" * nbytes)
+                await link.write(batch)
+            targets = [Memory(nbytes) for _ in writes]
+            await link.read([t.copy(c.offset) for t, c in zip(targets, writes, strict=True)])
+            for (what, data), copy, target in zip(made.items(), writes, targets, strict=True):
+                found = endpoints.look(copy.offset, nbytes)
+                check(found == data, f"write of {nbytes} bytes, {what}: other bytes")
+                check(target.data() == data, f"read of {nbytes} bytes, {what}: other bytes")
 
     def test_offsets_beyond_4_gib_arrive(self) -> None:
         """In a segment that is so large, whose memory has no pages elsewhere. They do not fit into
@@ -183,76 +183,68 @@ class MovingTests(TransportKit):
         finally:
             endpoints.close()
 
-    def test_every_segment_is_reached(self) -> None:
+    @over_a_link()
+    async def test_every_segment_is_reached(self, ends: Ends) -> None:
         """Copies of one batch go to both segments in turn, although they are neighbours otherwise:
         first to places at the beginning, then to the ends, which nobody has needed before.
         """
-        endpoints = self.anywhere()
+        endpoints, _, link = ends
         if len(endpoints.segments) == 1:
             pytest.skip("its volume has one segment")
-        ends = [len(segment) for segment in endpoints.segments]
+        sizes = [len(segment) for segment in endpoints.segments]
+        for seed, starts in ((61, [4097, 4097]), (62, [size - 4 * _TURN for size in sizes])):
+            data = pattern(seed, 4 * _TURN)
+            source, target = Memory(data), Memory(len(data))
+            expected = [bytearray(b"\xee" * len(data)) for _ in sizes]
+            copies = []
+            for turn, at in enumerate(range(0, len(data), _TURN)):
+                number = turn % 2
+                copies.append(Copy(source.address + at, number, starts[number] + at, _TURN))
+                expected[number][at : at + _TURN] = data[at : at + _TURN]
+            for number, start in enumerate(starts):
+                endpoints.put(start, b"\xee" * len(data), number)
+            await link.write(copies)
+            for number, start in enumerate(starts):
+                found = endpoints.look(start, len(data), number)
+                right = found == expected[number]
+                check(right, f"write: other bytes are at {start} of segment {number}")
+            moved = target.address - source.address
+            await link.read([msgspec.structs.replace(c, address=c.address + moved) for c in copies])
+            check(target.data() == data, f"read: other bytes came from {starts} of both")
 
-        async def work(_: Session, link: Link) -> None:
-            for seed, starts in ((61, [4097, 4097]), (62, [end - 4 * _TURN for end in ends])):
-                data = pattern(seed, 4 * _TURN)
-                source, target = Memory(data), Memory(len(data))
-                expected = [bytearray(b"\xee" * len(data)) for _ in ends]
-                copies = []
-                for turn, at in enumerate(range(0, len(data), _TURN)):
-                    number = turn % 2
-                    copies.append(Copy(source.address + at, number, starts[number] + at, _TURN))
-                    expected[number][at : at + _TURN] = data[at : at + _TURN]
-                for number, start in enumerate(starts):
-                    endpoints.put(start, b"\xee" * len(data), number)
-                await link.write(copies)
-                for number, start in enumerate(starts):
-                    found = endpoints.look(start, len(data), number)
-                    right = found == expected[number]
-                    check(right, f"write: other bytes are at {start} of segment {number}")
-                moved = target.address - source.address
-                await link.read(
-                    [msgspec.structs.replace(c, address=c.address + moved) for c in copies]
-                )
-                check(target.data() == data, f"read: other bytes came from {starts} of both")
-
-        self.with_link(endpoints, work)
-
-    def test_volumes_of_one_process_do_not_mix(self) -> None:
+    @over_a_link()
+    async def test_volumes_of_one_process_do_not_mix(self, ends: Ends) -> None:
         """One client has links to both. What it writes is in the volume that it is for, and when it
         has left one of them, or that one is closed, it has the other one as before.
         """
-        endpoints = self.anywhere()
+        endpoints, session, early = ends
         offset = endpoints.take(_BESIDE)
-
-        async def work(session: Session, early: Link) -> None:
-            async with endpoints.another() as (beside, memory):
-                beside.peer = session.peer
-                other, late = await beside.connect(), await session.connect()
-                for seed, link in enumerate((early, late)):
-                    ours, theirs = Memory(pattern(seed, _BESIDE)), Memory(pattern(9, _BESIDE))
-                    endpoints.put(offset, bytes(_BESIDE))
-                    memory[offset : offset + _BESIDE] = bytes(_BESIDE)
-                    await asyncio.gather(
-                        link.write([ours.copy(offset)]), other.write([theirs.copy(offset)])
-                    )
-                    right = endpoints.look(offset, _BESIDE) == ours.data()
-                    check(right, "a write to one of two volumes is not there")
-                    right = memory[offset : offset + _BESIDE] == theirs.data()
-                    check(right, "a write to the other one of two volumes is not there")
-                    for mine, volume in ((ours, link), (theirs, other)):
-                        target = Memory(_BESIDE)
-                        await volume.read([target.copy(offset)])
-                        check(target.data() == mine.data(), "a read is of the other volume")
-                other.close()
-                await beside.disconnect()
-                for seed, when in ((3, "the client has left the other one"), (4, "that is closed")):
-                    ours = Memory(pattern(seed, _BESIDE))
-                    await late.write([ours.copy(offset)])
-                    right = endpoints.look(offset, _BESIDE) == ours.data()
-                    check(right, f"what is written to one of two volumes when {when} is not there")
-                    await beside.close_volume()
-
-        self.with_link(endpoints, work)
+        async with endpoints.another() as (beside, memory):
+            beside.peer = session.peer
+            other, late = await beside.connect(), await session.connect()
+            for seed, link in enumerate((early, late)):
+                ours, theirs = Memory(pattern(seed, _BESIDE)), Memory(pattern(9, _BESIDE))
+                endpoints.put(offset, bytes(_BESIDE))
+                memory[offset : offset + _BESIDE] = bytes(_BESIDE)
+                await asyncio.gather(
+                    link.write([ours.copy(offset)]), other.write([theirs.copy(offset)])
+                )
+                right = endpoints.look(offset, _BESIDE) == ours.data()
+                check(right, "a write to one of two volumes is not there")
+                right = memory[offset : offset + _BESIDE] == theirs.data()
+                check(right, "a write to the other one of two volumes is not there")
+                for mine, volume in ((ours, link), (theirs, other)):
+                    target = Memory(_BESIDE)
+                    await volume.read([target.copy(offset)])
+                    check(target.data() == mine.data(), "a read is of the other volume")
+            other.close()
+            await beside.disconnect()
+            for seed, when in ((3, "the client has left the other one"), (4, "that is closed")):
+                ours = Memory(pattern(seed, _BESIDE))
+                await late.write([ours.copy(offset)])
+                right = endpoints.look(offset, _BESIDE) == ours.data()
+                check(right, f"what is written to one of two volumes when {when} is not there")
+                await beside.close_volume()
 
     def test_a_batch_of_many_pieces_arrives(self) -> None:
         """10,000 pieces: most have up to some hundred bytes, a few are large."""
@@ -263,55 +255,46 @@ class MovingTests(TransportKit):
             sizes[at] = 70_001
         self.with_link(endpoints, lambda _, link: round_trip(endpoints, link, sizes, 2))
 
-    def test_rows_arrive(self) -> None:
+    @over_a_link()
+    async def test_rows_arrive(self, ends: Ends) -> None:
         """Copies of several rows arrive, with gaps at one end, at both ends, and at neither."""
+        endpoints, _, link = ends
         if not self.spec().in_band and not self.link_class().rows:
             pytest.skip("it takes no copies of several rows (Link.rows is False)")
-        endpoints = self.anywhere()
         shapes = [(1, 1, 0, 0), (3, 5, 2, 0), (7, 64, 0, 9), (100, 33, 31, 7), (50, 4096, 100, 4)]
         shapes += [(4, 100_000, 0, 0), (1000, 8, 8, 24), (2, 0, 3, 3), (0, 10, 0, 0)]
+        await _rows_round_trip(endpoints, link, shapes)
 
-        async def work(_: Session, link: Link) -> None:
-            await _rows_round_trip(endpoints, link, shapes)
-
-        self.with_link(endpoints, work)
-
-    def test_memory_of_devices_arrives(self) -> None:
+    @over_a_link()
+    async def test_memory_of_devices_arrives(self, ends: Ends) -> None:
         """Copies between the segment and each type of device that the link declares arrive."""
+        endpoints, _, link = ends
         devices = () if self.spec().in_band else tuple(sorted(self.link_class().devices))
         if not devices:
             pytest.skip("it reaches no memory of devices (Link.devices is empty)")
-        endpoints = self.anywhere()
         import torch
 
         present = [name for name in devices if getattr(torch, name).is_available()]
         if not present:
             pytest.skip(f"this host has no device of {', '.join(devices)}")
+        data = pattern(5, 100_001)
+        offset = endpoints.take(len(data))
+        for name in present:
+            source = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(name)
+            target = torch.zeros_like(source)
+            device = str(source.device)
+            place = (0, offset, len(data), 1, 0, 0, device)
+            endpoints.put(offset, bytes(len(data)))
+            await link.write([Copy(source.data_ptr(), *place)])
+            check(endpoints.look(offset, len(data)) == data, f"write from {device}: changed")
+            await link.read([Copy(target.data_ptr(), *place)])
+            check(torch.equal(source, target), f"read to {device}: changed")
 
-        async def work(_: Session, link: Link) -> None:
-            data = pattern(5, 100_001)
-            offset = endpoints.take(len(data))
-            for name in present:
-                source = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(name)
-                target = torch.zeros_like(source)
-                device = str(source.device)
-                place = (0, offset, len(data), 1, 0, 0, device)
-                endpoints.put(offset, bytes(len(data)))
-                await link.write([Copy(source.data_ptr(), *place)])
-                check(endpoints.look(offset, len(data)) == data, f"write from {device}: changed")
-                await link.read([Copy(target.data_ptr(), *place)])
-                check(torch.equal(source, target), f"read to {device}: changed")
-
-        self.with_link(endpoints, work)
-
-    def test_transfers_at_the_same_time_do_not_mix(self) -> None:
+    @over_a_link()
+    async def test_transfers_at_the_same_time_do_not_mix(self, ends: Ends) -> None:
         """A dozen round trips run concurrently on one link."""
-        endpoints = self.anywhere()
-
-        async def work(_: Session, link: Link) -> None:
-            await asyncio.gather(*(_several(endpoints, link, seed) for seed in range(_AT_ONCE)))
-
-        self.with_link(endpoints, work)
+        endpoints, _, link = ends
+        await asyncio.gather(*(_several(endpoints, link, seed) for seed in range(_AT_ONCE)))
 
     def test_two_event_loops_in_two_threads(self) -> None:
         """One client uses two loops, with one link, or two links if they are bound to loops."""
@@ -332,10 +315,10 @@ class MovingTests(TransportKit):
                             own.close()
                         await session.leave_loop()
 
-                thread = _Thread(elsewhere)
+                other = asyncio.ensure_future(asyncio.to_thread(run, elsewhere()))
                 for seed in range(4):
                     await _several(endpoints, link, 100 + seed)
-                await asyncio.to_thread(thread.finish)
+                await other
 
         run(main())
 
@@ -442,24 +425,3 @@ async def _rows_round_trip(
 
 def _may_listen(address: str, host: Namespace) -> bool:
     return address == host.address or ipaddress.ip_address(address).is_loopback
-
-
-class _Thread:
-    """Runs a coroutine on an event loop in a thread; :meth:`finish` raises its exception."""
-
-    def __init__(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._raised: BaseException | None = None
-        self._work = work
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def finish(self) -> None:
-        self._thread.join()
-        if self._raised is not None:
-            raise self._raised
-
-    def _run(self) -> None:
-        try:
-            run(self._work())
-        except BaseException as error:  # noqa: BLE001 - raised by finish
-            self._raised = error

@@ -107,9 +107,7 @@ class Evictions:
     def missing_error(self, keys: Sequence[str]) -> EvictedError | None:
         """The error for keys that do not exist, if one of them was evicted."""
         for key in keys:
-            found, what = self.remembered.get(key), repr(key)
-            if found is None:
-                found, what = self._of_entry(key)
+            found, what = self._of(key)
             if found is not None:
                 return EvictedError(
                     f"{what} was evicted {_ago(found.at)} ago to make room for others: version "
@@ -127,10 +125,12 @@ class Evictions:
                 )
         return None
 
-    def _of_entry(self, key: str) -> tuple[Eviction | None, str]:
-        """The eviction of the state dict of which a key may have been an entry, and what to call
-        it: which entries it had is forgotten with it.
+    def _of(self, key: str) -> tuple[Eviction | None, str]:
+        """The eviction of a key, or of the state dict of which it may have been an entry, and what
+        to call it: which entries that had is forgotten with it.
         """
+        if (found := self.remembered.get(key)) is not None:
+            return found, repr(key)
         for base, name in splits(key):
             found = self.remembered.get(base)
             if found is not None and found.is_state_dict and base not in self._catalog.newest:
@@ -139,9 +139,7 @@ class Evictions:
 
     def gone_error(self, key: str, version: int, now: Sequence[int]) -> VersionGoneError | None:
         """The error for a version that cannot be read, if it was evicted."""
-        found, what = self.remembered.get(key), repr(key)
-        if found is None:
-            found, what = self._of_entry(key)
+        found, what = self._of(key)
         if found is None or version != found.version:
             return None
         return VersionGoneError(

@@ -47,6 +47,19 @@ class Errand(msgspec.Struct, frozen=True):
     nbytes: int
 
 
+def _started(
+    arguments: Sequence[object], wrapper: Sequence[str], environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start a process of this module; each of the arguments is encoded as JSON."""
+    encoded = [msgspec.json.encode(one).decode() for one in arguments]
+    return subprocess.Popen(
+        [*wrapper, sys.executable, "-m", _MODULE, *encoded],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=tool_environment(environment),
+    )
+
+
 class Client:
     """A client process, as seen by the test, which must close it."""
 
@@ -56,13 +69,7 @@ class Client:
         wrapper: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        encoded = msgspec.json.encode(reach).decode()
-        self._process = subprocess.Popen(
-            [*wrapper, sys.executable, "-m", _MODULE, encoded],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=tool_environment(environment or {}),
-        )
+        self._process = _started([reach], wrapper, environment or {})
         # The id by which the server half knows the process.
         self.peer = bytes.fromhex(self._line())
 
@@ -116,13 +123,7 @@ class Crowd:
     def __init__(
         self, reach: Reach, count: int, errand: Errand, environment: Mapping[str, str]
     ) -> None:
-        arguments = [msgspec.json.encode(one).decode() for one in (reach, count, errand)]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", _MODULE, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=tool_environment(environment),
-        )
+        self._process = _started([reach, count, errand], (), environment)
         lines = self._process.stdout
         answers = [] if lines is None else [lines.readline().decode().strip() for _ in range(count)]
         try:

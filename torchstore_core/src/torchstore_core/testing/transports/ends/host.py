@@ -29,7 +29,7 @@ from torchstore_core.server.memory.volume import Volume
 from torchstore_core.server.serving.listening import Listener
 from torchstore_core.testing.transports.ends.hanging import Alarm, hanging_call
 from torchstore_core.testing.transports.ends.memory import give_back
-from torchstore_core.wire.framing import HEADER, FrameReader, portable
+from torchstore_core.wire.framing import FrameReader, framed, portable
 
 __all__ = [
     "CONTROL",
@@ -41,7 +41,6 @@ __all__ = [
     "Order",
     "Plugin",
     "ThreadHost",
-    "frame",
 ]
 
 #: Name of the control socket in the volume's directory.
@@ -132,12 +131,6 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     code: str = ""
     message: str = ""
     details: dict[str, Any] = {}
-
-
-def frame(message: Ask | Answer) -> bytes:
-    """Encode a message as one frame."""
-    body = msgspec.msgpack.encode(message)
-    return len(body).to_bytes(HEADER, "little") + body
 
 
 class _Records(logging.Handler):
@@ -234,7 +227,7 @@ class Hosting:
             answer = Answer(ask.id, code=TransportError.code, message=f"the host failed: {error!r}")
         async with sending:
             with contextlib.suppress(OSError, ValueError):  # the caller has gone
-                await asyncio.get_running_loop().sock_sendall(sock, frame(answer))
+                await asyncio.get_running_loop().sock_sendall(sock, framed(answer))
 
     async def _call(self, ask: Ask) -> Answer:
         volume = self.volumes[ask.volume]

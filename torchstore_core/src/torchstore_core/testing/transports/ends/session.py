@@ -20,10 +20,9 @@ from torchstore_core.testing.transports.ends.host import (
     Ask,
     Opened,
     Plugin,
-    frame,
 )
 from torchstore_core.wire.calls import Calls
-from torchstore_core.wire.framing import FrameReader
+from torchstore_core.wire.framing import FrameReader, framed
 
 __all__ = ["Reach", "Session"]
 
@@ -58,7 +57,7 @@ class _HostConnection:
     async def ask(self, method: str, peer: bytes, data: bytes, volume: int) -> Answer:
         def send(number: int) -> None:
             ask = Ask(number, method, peer, data, volume)
-            begin(self._send(frame(ask)), self._sends)
+            begin(self._send(framed(ask)), self._sends)
 
         return await self._calls.make(send)
 
