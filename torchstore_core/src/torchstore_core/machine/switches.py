@@ -16,10 +16,7 @@ def is_on(variable: str, *, default: bool = False) -> bool:
     Raises:
         ConfigurationError: it is something else.
     """
-    # Asked with every small put, and seldom set: a miss in `os.environ` is an exception within it.
-    if variable.encode() not in os.environ._data:  # type: ignore[attr-defined]
-        return default
-    text = os.environ[variable].strip().lower()
+    text = os.environ.get(variable, "").strip().lower()
     if not text:
         return default
     try:
