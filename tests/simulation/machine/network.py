@@ -177,9 +177,9 @@ class Connection(ABC):
         sent = self._up.popleft()
         if not self._up:
             world.schedule.disable(self._arrive)
-        world.touched = True
         if self._ended:
             return
+        world.touched = True
         if self._broken:
             self._ended = True
             self._breaks([sent, *self._up])
