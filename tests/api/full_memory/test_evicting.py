@@ -105,6 +105,8 @@ async def test_a_state_dict_goes_as_a_whole(cache):
         await ts.get_state_dict("m0")
     with pytest.raises(ts.KeyNotFoundError):
         await ts.get("m0/b")
+    with pytest.raises(ts.EvictedError, match=r"'m0' was evicted"):  # the rest of it is gone
+        await ts.put_state_dict({"n": 5}, "m0", partial=True)
     got = await ts.get_state_dict("m3")
     assert got["n"] == 3
     assert torch.equal(got["b"], value(3, MB))

@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -109,6 +110,25 @@ async def test_without_a_pattern_that_fits_an_entry_keeps_its_dtype(shared):
     assert [t.dtype for t in got.values()] == [torch.float16, torch.float32, torch.float32]
     await ts.put_state_dict(state_dict, "k", transfer_dtype={})
     assert_same(await ts.get_state_dict("k"), state_dict)
+
+
+async def test_patterns_of_which_none_fits_are_warned_of(shared):
+    state_dict = {"layers.0.weight": torch.ones(3), "norm": torch.ones(3)}
+    patterns = {"layer.*": torch.float16, "head": None}
+    with pytest.warns(RuntimeWarning, match=r"'k': no entry matches .*\(layer\.\*, head\)") as told:
+        await ts.put_state_dict(state_dict, "k", transfer_dtype=patterns)
+    assert "the first entry is 'layers.0.weight'" in str(told[0].message)
+    assert told[0].filename == __file__
+    assert_same(await ts.get_state_dict("k"), state_dict)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        await ts.put_state_dict(state_dict, "k", transfer_dtype={**patterns, "norm": None})
+        one = {"norm": torch.ones(3)}  # the others may have entries that fit
+        await ts.put_state_dict(one, "k", transfer_dtype=patterns, partial=True)
+        for rank in range(2):
+            mine = {f"{rank}": torch.ones(3)}
+            options = {"participants": 2, "participant": rank, "transfer_dtype": patterns}
+            await ts.put_state_dict(mine, "stages", **options)
 
 
 @SIZES

@@ -566,7 +566,8 @@ class Client(VolumeOperations):
                 RANK.
             transfer_dtype: store floating-point entries in this dtype; or a dict of name patterns
                 (``fnmatch``; the match with the most literal characters wins) to dtype or None
-                (unchanged). The cast is part of the copy.
+                (unchanged). The cast is part of the copy. Warns if none of the patterns fits an
+                entry.
             partial: entries that are not given are taken from the previous version, and share its
                 memory.
             keep: how many versions stay readable; None: as many as before, initially one.

@@ -16,7 +16,11 @@ _WILDCARD = re.compile(r"[*?]|\[.[^]]*\]")
 
 
 class CastPlan:
-    """Determines the dtype that each entry is stored in."""
+    """Determines the dtype that each entry is stored in.
+
+    Attributes:
+        unused: the patterns, as long as no name has matched any of them.
+    """
 
     def __init__(self, wanted: Casts) -> None:
         self._all: torch.dtype | None = None
@@ -34,11 +38,13 @@ class CastPlan:
             raise ConfigurationError(
                 f"transfer_dtype is a torch.dtype or a dict of patterns, not {wanted!r}"
             )
+        self.unused = [pattern for pattern, _ in self._patterns]
 
     def of(self, name: str) -> torch.dtype | None:
         """The dtype to store an entry in; None: its own dtype."""
         for pattern, dtype in self._patterns:
             if fnmatchcase(name, pattern):
+                self.unused = []
                 return dtype
         return self._all
 

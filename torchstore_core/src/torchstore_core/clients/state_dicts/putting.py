@@ -16,6 +16,7 @@ import torch
 
 from torchstore_core.clients.calls.arguments import check_bools, check_key
 from torchstore_core.clients.calls.clock import Clock
+from torchstore_core.clients.calls.user_warnings import warn
 from torchstore_core.clients.packed.packed import TorchStoreStateDict
 from torchstore_core.clients.state_dicts.casting import CastPlan, Casts
 from torchstore_core.clients.state_dicts.ties import PLAIN, Ties, shared
@@ -256,6 +257,12 @@ def plan_put(
         participants = len(ranks) or max([math.prod(mesh) for mesh in places], default=1)
     if participants == 1 and not partial:
         _check_alone(key, sources)
+        if casts.unused and leaves:
+            patterns = ", ".join(casts.unused)
+            warn(
+                f"{key!r}: no entry matches a pattern of transfer_dtype ({patterns}), so all are "
+                f"stored in their own dtypes; the first entry is {leaves[0].name!r}"
+            )
     name = ""  # a single participant needs no name: every put makes the next version
     if participants > 1:
         name = str(participant) if participant is not None else this_rank()

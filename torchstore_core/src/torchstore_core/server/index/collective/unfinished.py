@@ -69,7 +69,7 @@ class UnfinishedVersions:
             VersionGoneError: that version, or a newer one, exists already.
             ConfigurationError: another put of the participant to that version is still under way.
             KeyNotFoundError: the put is partial, but there is no version to take the other entries
-                from.
+                from; an EvictedError if there was one.
             ObjectLostError: that version was lost before it was complete; this uses up the
                 participant's turn.
         """
@@ -146,7 +146,7 @@ class UnfinishedVersions:
             behind = history.far_behind(sequence, without=left_over)
         partial = publication is not None and publication.partial
         if partial and not self._has_base(key, version, branch, without=left_over + behind):
-            raise no_base_error(key)
+            raise self._catalog.evictions.missing_error([key]) or no_base_error(key)
         return PutTarget(
             key,
             participant,
