@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import torch
 from torchstore_core import boxes
 from torchstore_core.clients.state_dicts.getting import StateDictReport
 from torchstore_core.clients.values import nesting
+from torchstore_core.clients.values.plain import look
 from torchstore_core.clients.values.sharding import is_dtensor, is_sharded, local_parts, outline
 from torchstore_core.clients.values.tensors import check_destination, dtype_of
 from torchstore_core.errors import LayoutMismatchError, UnsupportedValueError
@@ -79,12 +81,14 @@ def _matched(key: str, stateful: Stateful, state: Any, entries: Mapping[str, Ent
         tensor = isinstance(leaf.value, torch.Tensor) or is_sharded(leaf.value)
         if tensor or nesting.places(key, leaf.name, leaf.path) not in stored:
             filled.report.missing.append(f"{key}/{leaf.name}")
-    for name, entry in entries.items():
+    values = [leaves.get(name) for name in entries]
+    for (name, entry), value, plain in zip(
+        entries.items(), values, look(values).metas, strict=True
+    ):
         path = f"{key}/{name}"
         if name not in leaves and module:
             filled.report.unexpected.append(path)
             continue
-        value = leaves.get(name)
         tensor = isinstance(value, torch.Tensor) or is_sharded(value)
         if isinstance(entry, ObjectEntry):
             if tensor:
@@ -97,7 +101,7 @@ def _matched(key: str, stateful: Stateful, state: Any, entries: Mapping[str, Ent
                     value = _like_parameter(path, entry, parameters, name)
                 if value is None:
                     value = empty_for(path, entry, entry.shape)
-                reads = tensor_reads(path, entry, value)
+                reads = tensor_reads(path, entry, value, plain)
             except (LayoutMismatchError, UnsupportedValueError) as error:
                 filled.report.mismatched[path] = error.message
                 continue
@@ -193,17 +197,29 @@ def _is_container(value: Any) -> bool:
     return isinstance(value, Mapping | list | tuple) and not value
 
 
-def tensor_reads(path: str, entry: TensorEntry, value: Any) -> list[Read]:
+_whole = functools.lru_cache(maxsize=4096)(boxes.whole)
+
+
+def tensor_reads(
+    path: str, entry: TensorEntry, value: Any, plain: TensorMeta | None = None
+) -> list[Read]:
     """Plan the reads that fill a tensor, a DTensor or a shard.
+
+    Args:
+        plain: what the value is, if :func:`.plain.look` has found it to be a plain tensor: then
+            there is nothing else to be checked.
 
     Raises:
         LayoutMismatchError: its shape or dtype is not that of the entry.
         UnsupportedValueError: it cannot be written to.
     """
-    dtype = dtype_of(TensorMeta(entry.dtype, entry.shape), path)
+    meta = TensorMeta(entry.dtype, entry.shape)
+    if plain == meta:  # nearly all are
+        return plan_reads(path, entry, value.detach(), _whole(entry.shape))
+    dtype = dtype_of(meta, path)
     if not is_sharded(value):
         target = check_destination(path, value, entry.shape, dtype, cast=False)
-        return plan_reads(path, entry, target, boxes.whole(entry.shape))
+        return plan_reads(path, entry, target, _whole(entry.shape))
     reads: list[Read] = []
     _, shape = outline(value)
     if shape != entry.shape:
