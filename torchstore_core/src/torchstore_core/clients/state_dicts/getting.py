@@ -31,6 +31,7 @@ from torchstore_core.clients.values.differences import (
     mismatch_error,
 )
 from torchstore_core.clients.values.nesting import Leaf
+from torchstore_core.clients.values.plain import look
 from torchstore_core.clients.values.sharding import (
     is_sharded,
 )
@@ -386,8 +387,10 @@ def _matching(
     beside: list[Target] = []
     again: dict[int, int] = {}
     begins: dict[int, int] = {}  # the first request of each leaf
-    asked = zip(asks, wanted.places, reply.entries, starts, plain, strict=True)
-    for at, (ask, place, entry, start, easy) in enumerate(asked):
+    others = [None if easy else ask.tensor for ask, easy in zip(asks, plain, strict=True)]
+    known = look(others).metas
+    asked = zip(asks, wanted.places, reply.entries, starts, plain, known, strict=True)
+    for at, (ask, place, entry, start, easy, meta) in enumerate(asked):
         memory = wanted.same_as.get(place, place)
         piece = at - begins.setdefault(place, at)
         if entry is None:
@@ -406,7 +409,7 @@ def _matching(
         leaf = leaves[place]
         try:
             _check_kind(leaf, ask, entry)
-            target = resolve(at, start, leaf.name, entry, ask.tensor, ask.part, cast=cast)
+            target = resolve(at, start, leaf.name, entry, ask.tensor, ask.part, meta, cast=cast)
         except (LayoutMismatchError, UnsupportedValueError) as error:
             report.mismatched[leaf.name] = error.message.removesuffix("; nothing was written")
             failed = place

@@ -192,15 +192,20 @@ class GetBatch(TensorBatch, ReadsInPlace):
         targets = [one.target() for one in others]
         jobs = [*[(target, target.pieces[0]) for target in targets], *self.jobs]
         into = [self.results.tensor(target) for target, _ in jobs]
-        for (target, piece), result in zip(jobs, into, strict=True):
+        looked = look(into)
+        self._memory += looked.storages
+        columns = zip(jobs, into, looked.metas, looked.addresses, strict=True)
+        for (target, piece), result, meta, address in columns:
             grant, nbytes, itemsize = piece.grant, piece.nbytes, target.dtype.itemsize
             if grant is None or not nbytes:
                 continue
             stored = nbytes if piece.box is None else math.prod(piece.shape) * itemsize
             if room is not None and not 0 <= grant.offset <= room - stored:
                 raise TransportError(f"{target.key!r} lies outside segment {self.segment}")
-            self._memory.append(result.untyped_storage())
-            address, offset = target.address(result), grant.offset
+            if meta is None or meta.shape != target.shape:
+                self._memory.append(result.untyped_storage())
+                address = target.address(result)
+            offset = grant.offset
             if result.dtype is target.dtype and result.is_cpu:
                 # Of two dimensions there is one grid at most: little to keep.
                 find = _rows if result.dim() <= 2 else _rows.__wrapped__

@@ -195,6 +195,7 @@ def resolve(
     entry: m.Entry,
     destination: torch.Tensor | None = None,
     wanted: TensorSlice | None = None,
+    plain: TensorMeta | None = None,
     *,
     cast: bool = False,
 ) -> Target:
@@ -202,6 +203,8 @@ def resolve(
 
     Args:
         position: the position of the entry's first value in the lease.
+        plain: what the destination is, if :func:`.plain.look` has found it to be a plain tensor
+            with memory: then nothing else of it needs to be checked.
 
     Raises:
         LayoutMismatchError: the destination or the slice does not fit.
@@ -236,7 +239,10 @@ def resolve(
     if box is not None:
         shape = box.shape
     if destination is not None:
-        destination = check_destination(key, destination, shape, dtype, cast=cast)
+        if plain is not None and plain.dtype == meta.dtype and plain.shape == shape:
+            destination = destination.detach()
+        else:
+            destination = check_destination(key, destination, shape, dtype, cast=cast)
     nbytes = entry.nbytes if box is None else box.numel * dtype.itemsize
     if entry.parts is None:
         pieces: Sequence[TargetPiece] = (
