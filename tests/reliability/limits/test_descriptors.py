@@ -531,3 +531,21 @@ async def printing_into_what_is_there() -> None:
 
 def is_open(fd: int) -> bool:
     return os.path.lexists(f"/proc/self/fd/{fd}")
+
+
+async def test_who_wakes_a_session_that_ends_writes_to_no_other_file(
+    scarce: ScarceServer,
+) -> None:
+    """A finalizer in another thread may be about to."""
+    client = await ts.connect(scarce.address, store_name="scarce", timeout=5.0)
+    session = await client._joined.session(5.0)
+    late = session._reclaimer._write
+    place = f"/proc/self/fd/{late.__self__.fileno()}"
+    assert os.readlink(place) == "anon_inode:[eventfd]"
+    await ts.shutdown("scarce")
+    await sessions_have_ended()
+    assert os.readlink(place) == "anon_inode:[eventfd]"
+    late((1).to_bytes(8, sys.byteorder))
+    session._reclaimer.wake()
+    del late
+    assert not os.path.lexists(place) or "eventfd" not in os.readlink(place)

@@ -70,6 +70,16 @@ _ONE = (1).to_bytes(8, sys.byteorder)
 _wake_by = operator.methodcaller("write", _ONE)
 
 
+def _open_eventfd() -> io.FileIO:
+    """Return a file that is closed when nobody refers to it any more: a finalizer may be writing to
+    it, in another thread, when the session ends, and its number would be that of another file.
+    """
+    fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    file = io.FileIO(fd, "r+", closefd=False)
+    weakref.finalize(file, os.close, fd).atexit = False
+    return file
+
+
 class Reclaimer:
     """Holds the leases of mapped tensors, and releases them.
 
@@ -99,9 +109,8 @@ class Reclaimer:
         self._deferred: list[tuple[int, Held]] = []
         self._guards: list[_ForkGuard] = []
         self._fork_pipe: tuple[int, int, frozenset[int]] | None = None
-        # A file rather than a raw descriptor, so that a late finalizer cannot write to a descriptor
-        # whose number has been reused.
-        self._wake = io.FileIO(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), "r+")
+        self._wake: io.FileIO | None = _open_eventfd()
+        self._write: Callable[[bytes], object] = self._wake.write
         self.holder = Holder(place, connection, session.next_id, self.wake)
 
     def start(self) -> None:
@@ -136,7 +145,7 @@ class Reclaimer:
     def _watches(self, owner: object) -> tuple[_Watch, _Watch]:
         """What tells that ``owner`` is collected, and what wakes the thread up then."""
         wakes, tells = _Watch(owner, _wake_by), _Watch(owner, self._dead.append)
-        wakes.write, tells.ident = self._wake.write, self._session.next_id()
+        wakes.write, tells.ident = self._write, self._session.next_id()
         return tells, wakes  # the last one that was made is called first
 
     def release(self, lease: int, positions: list[int] | None = None) -> None:
@@ -166,9 +175,12 @@ class Reclaimer:
         if self._waking:
             return
         self._waking = True
-        # It may be closed, or is being closed in the thread that ends: no wake-up is needed then.
-        with contextlib.suppress(ValueError, OSError):
-            self._wake.write(_ONE)
+        with contextlib.suppress(OSError):  # a program may close all descriptors that it has
+            self._write(_ONE)
+
+    def _wake_nobody(self) -> None:
+        """From now on there is no thread to be woken."""
+        self._write, self._wake = len, None
 
     # ---- the thread -----------------------------------------------------------------------
 
@@ -184,7 +196,7 @@ class Reclaimer:
             self._held.clear()  # what dies later wakes nobody
             self._watched.clear()
             self._connection.close()
-            self._wake.close()
+            self._wake_nobody()
 
     def _run_connected(self) -> bool:
         """Work until the connection ends. Returns whether there is another one."""
@@ -231,6 +243,8 @@ class Reclaimer:
 
     def _step(self) -> bool:
         """Wait for work and do it. Returns False when the session has ended."""
+        if self._wake is None:
+            return False
         wake, connection = self._wake.fileno(), self._connection.fileno()
         watched = {wake, connection} | {guard.fd for guard in self._guards if guard.fd >= 0}
         poll = select.poll()
@@ -341,7 +355,7 @@ class Reclaimer:
         """
         self._held.clear()
         self._watched.clear()
-        self._wake.close()
+        self._wake_nobody()
         read = -1 if self._fork_pipe is None else self._fork_pipe[0]
         for fd in (read, *(guard.fd for guard in self._guards)):
             if fd >= 0:
