@@ -198,9 +198,10 @@ def test_relative(pair: tuple[Box, Box]) -> None:
 
 
 @given(boxes_inside())
-def test_contiguous_runs(drawn: tuple[Box, tuple[int, ...]]) -> None:
+def test_contiguous_rows(drawn: tuple[Box, tuple[int, ...]]) -> None:
     box, shape = drawn
-    runs = list(boxes.contiguous_runs(box, shape))
+    found = list(boxes.contiguous_rows(box, shape))
+    runs = [(at + n * step, length) for at, length, rows, step in found for n in range(rows)]
     assert runs == runs_of(box, shape)
     assert boxes.is_contiguous(box, shape) == (len(runs) <= 1)
 
@@ -217,7 +218,7 @@ def test_a_box_without_dimensions_is_one_element() -> None:
     assert boxes.covers(dot, [dot])
     assert not boxes.covers(dot, [])
     assert boxes.relative(dot, dot) == dot
-    assert list(boxes.contiguous_runs(dot, ())) == [(0, 1)]
+    assert list(boxes.contiguous_rows(dot, ())) == [(0, 1, 1, 0)]
     assert boxes.is_contiguous(dot, ())
     assert boxes.read_plan(dot, [dot, dot]) == [Piece(0, dot)]
 
@@ -231,7 +232,7 @@ def test_an_empty_box_needs_nothing_and_gives_nothing() -> None:
     assert not boxes.covers(tensor, [empty])
     assert boxes.read_plan(empty, [tensor]) == []
     assert boxes.read_plan(tensor, [empty, tensor]) == [Piece(1, tensor)]
-    assert list(boxes.contiguous_runs(empty, (4, 3))) == []
+    assert list(boxes.contiguous_rows(empty, (4, 3))) == []
     assert boxes.is_contiguous(empty, (4, 3))
 
 
@@ -244,13 +245,19 @@ def test_an_empty_box_still_has_a_place() -> None:
 @pytest.mark.parametrize("shape", [(5,), (2, 3), (2, 3, 4), (1, 1, 1)])
 def test_a_whole_tensor_is_one_run(shape: tuple[int, ...]) -> None:
     tensor = whole(shape)
-    assert list(boxes.contiguous_runs(tensor, shape)) == [(0, tensor.numel)]
+    assert list(boxes.contiguous_rows(tensor, shape)) == [(0, tensor.numel, 1, 0)]
     assert boxes.is_contiguous(tensor, shape)
 
 
 def test_rows_merge_only_over_full_inner_dimensions() -> None:
-    assert list(boxes.contiguous_runs(Box((1, 0, 0), (2, 3, 4)), (5, 3, 4))) == [(12, 24)]
-    assert list(boxes.contiguous_runs(Box((1, 1, 0), (2, 2, 4)), (5, 3, 4))) == [(16, 8), (28, 8)]
+    def rows(box: Box, shape: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
+        return list(boxes.contiguous_rows(box, shape))
+
+    assert rows(Box((1, 0, 0), (2, 3, 4)), (5, 3, 4)) == [(12, 24, 1, 0)]
+    assert rows(Box((1, 1, 0), (2, 2, 4)), (5, 3, 4)) == [(16, 8, 2, 12)]
+    # Rows of all indices of the middle are as far apart as over its end, and others are not.
+    assert rows(Box((1, 0, 1), (2, 3, 2)), (5, 3, 4)) == [(13, 2, 6, 4)]
+    assert rows(Box((1, 0, 1), (2, 2, 2)), (5, 3, 4)) == [(13, 2, 2, 4), (25, 2, 2, 4)]
     assert not boxes.is_contiguous(Box((1, 1, 0), (2, 2, 4)), (5, 3, 4))
     assert boxes.is_contiguous(Box((1, 1, 0), (1, 2, 4)), (5, 3, 4))
 
@@ -327,7 +334,7 @@ def test_a_negative_shape_is_refused() -> None:
 def test_a_box_outside_its_tensor_has_no_runs(box: Box) -> None:
     # At the call, not at the first step of an iterator that may be used elsewhere.
     with pytest.raises(ValueError, match=r"inside|dimensions"):
-        boxes.contiguous_runs(box, (4,))
+        boxes.contiguous_rows(box, (4,))
     with pytest.raises(ValueError, match=r"inside|dimensions"):
         boxes.is_contiguous(box, (4,))
 

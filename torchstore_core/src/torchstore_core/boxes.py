@@ -116,29 +116,32 @@ def relative(inner: Box, outer: Box) -> Box:
 
 
 def is_contiguous(box: Box, shape: Sequence[int]) -> bool:
-    """Return whether :func:`contiguous_runs` yields at most one run. Takes O(ndim)."""
+    """Return whether the box is at most one contiguous run. Takes O(ndim)."""
     return prod(box.shape[: _run_dim(box, shape)]) == 1 or box.is_empty
 
 
-def contiguous_runs(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Return ``(start, length)``, in elements, of every maximal run of ``box``, in ascending order.
+def contiguous_rows(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+    """Return the contiguous runs of ``box`` as rows at equal distances: ``(start, length, rows,
+    step)``, in elements, in ascending order. No run is longer than a row, as far as there are gaps.
 
     ``shape`` is the shape of the row-major tensor that contains the box; ``ValueError`` if the box
     is not inside.
 
-    >>> list(contiguous_runs(Box((1, 1), (2, 2)), (4, 3)))
-    [(4, 2), (7, 2)]
+    >>> list(contiguous_rows(Box((1, 1), (2, 2)), (4, 3)))
+    [(4, 2, 2, 3)]
     """
     run_dim = _run_dim(box, shape)  # raises now; a generator would raise later
     if box.is_empty:
         return iter(())
     strides = [prod(shape[d + 1 :]) for d in range(box.ndim)]
     base = sum(o * stride for o, stride in zip(box.offset, strides, strict=True))
-    rows = [range(0, box.shape[d] * strides[d], strides[d]) for d in range(run_dim)]
-    # product() copies its ranges into tuples: the innermost rows, maybe millions, are kept out.
-    inner = rows.pop() if rows else range(1)
-    length = prod(box.shape[run_dim:])
-    return ((base + sum(row) + start, length) for row in product(*rows) for start in inner)
+    outer = [range(0, box.shape[d] * strides[d], strides[d]) for d in range(run_dim)]
+    length, rows, step = prod(box.shape[run_dim:]), 1, 0
+    while outer and (rows == 1 or outer[-1].step == rows * step):
+        one = outer.pop()
+        if len(one) > 1:
+            rows, step = rows * len(one), step or one.step
+    return ((base + sum(start), length, rows, step) for start in product(*outer))
 
 
 def read_plan(target: Box, sources: Iterable[Box]) -> list[Piece]:

@@ -78,8 +78,10 @@ class LibraryMove(LibraryMoves):
         """Make copies of it, for a link that reaches ``devices``: staged, or direct."""
 
     @abstractmethod
-    def stage(self, plan: CopyPlan, copy: Copy, start: int) -> None:
-        """Stage the bytes of one copy, which begin ``start`` bytes into it."""
+    def stage(self, plan: CopyPlan, copy: Copy, start: int) -> Copy:
+        """Stage the bytes of one copy, which begin ``start`` bytes into it; returns the copy of the
+        staging memory.
+        """
 
     @staticmethod
     @abstractmethod

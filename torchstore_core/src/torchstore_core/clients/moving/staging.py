@@ -128,10 +128,10 @@ async def adapt(plan: CopyPlan, batch: Batch, *, rows: bool, devices: frozenset[
     :class:`Link`. When this returns, what a put needs is packed, and what was queued on tensors
     that the link reaches on their device has ended.
     """
-    _change_copies(plan, batch.into_segment, rows, devices)
     for move in plan.rest:
         move.plan(plan, batch.segment, devices)
     plan.rest = []
+    _change_copies(plan, batch.into_segment, rows, devices)
     direct = [move for _, move in plan.direct]
     if direct:
         await direct[0].settled(direct)
@@ -202,11 +202,12 @@ def _change_copies(plan: CopyPlan, into: bool, rows: bool, devices: frozenset[st
         return
     old, plan.copies = plan.copies, []
     plan.strided = rows
-    for copy in old:
-        if copy.device and _kind(copy) not in devices:
-            at, move = next(one for one in plan.direct if copy.address in one[0])
-            move.stage(plan, copy, copy.address - at.start)
-        elif copy.rows > 1 and not rows:
+    for one in old:
+        copy = one
+        if one.device and _kind(one) not in devices:
+            at, move = next(direct for direct in plan.direct if one.address in direct[0])
+            copy = move.stage(plan, one, one.address - at.start)
+        if copy.rows > 1 and not rows:
             _stage_rows(plan, copy, into)
         else:
             plan.copies.append(copy)
@@ -228,8 +229,9 @@ def _stage_rows(plan: CopyPlan, copy: Copy, into: bool) -> None:
         )
         plan.copies.append(Copy(at, copy.segment, copy.offset, nbytes * count))
     else:
+        segment, offset, step, device = copy.segment, copy.offset, copy.step, copy.device
         plan.copies += [
-            Copy(address + row * stride, copy.segment, copy.offset + row * copy.step, nbytes)
+            Copy(address + row * stride, segment, offset + row * step, nbytes, device=device)
             for row in range(count)
         ]
 

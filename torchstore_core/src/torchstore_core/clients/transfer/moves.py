@@ -321,4 +321,4 @@ def _first_if_run(box: Box | None, shape: tuple[int, ...]) -> int | None:
         return 0
     if box.is_empty or not boxes.is_contiguous(box, shape):
         return None
-    return next(iter(boxes.contiguous_runs(box, shape)))[0]
+    return next(boxes.contiguous_rows(box, shape))[0]

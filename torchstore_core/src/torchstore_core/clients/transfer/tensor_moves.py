@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from torchstore_core import boxes
@@ -66,13 +67,6 @@ class TensorMove(_TensorMove, LibraryMove):
 
     __slots__ = ()
 
-    def runs(self) -> Iterator[tuple[int, int]]:
-        """Offset and length in bytes of each contiguous run in the segment, in row-major order."""
-        itemsize = self.dtype.itemsize
-        box = boxes.whole(self.shape) if self.box is None else self.box
-        for start, length in boxes.contiguous_runs(box, self.shape):
-            yield self.offset + start * itemsize, length * itemsize
-
     def tasks(self, base: int, *, into: bool, stream: bool) -> Iterable[copying.Task] | None:
         if not self.tensor.is_cpu:
             return None
@@ -109,17 +103,22 @@ class TensorMove(_TensorMove, LibraryMove):
             staged = torch.empty(tuple(tensor.shape), dtype=self.dtype, device="cpu")
             plan.staged.append(StagedTensor(self.key, tensor, staged))
             address = address_of(self.key, staged)
-        for offset, nbytes in self.runs():
-            plan.copies.append(Copy(address, segment, offset, nbytes, device=device))
-            address += nbytes
+        itemsize = self.dtype.itemsize
+        box = boxes.whole(self.shape) if self.box is None else self.box
+        for start, length, rows, step in boxes.contiguous_rows(box, self.shape):
+            offset, nbytes = self.offset + start * itemsize, length * itemsize
+            row = nbytes, rows, nbytes, step * itemsize
+            plan.copies.append(Copy(address, segment, offset, *row, device))
+            plan.strided |= rows > 1
+            address += nbytes * rows
 
-    def stage(self, plan: CopyPlan, copy: Copy, start: int) -> None:
+    def stage(self, plan: CopyPlan, copy: Copy, start: int) -> Copy:
         address_of(self.key, self.tensor)  # it may have changed since it was planned
         whole = byte_like(self.tensor).reshape(-1).view(torch.uint8)
-        part = whole[start : start + copy.nbytes]
-        staged = torch.empty(copy.nbytes, dtype=torch.uint8, device="cpu")
-        plan.staged.append(StagedTensor(self.key, part, staged))
-        plan.copies.append(Copy(address_of("", staged), copy.segment, copy.offset, copy.nbytes))
+        size = copy.nbytes * copy.rows
+        staged = torch.empty(size, dtype=torch.uint8, device="cpu")
+        plan.staged.append(StagedTensor(self.key, whole[start : start + size], staged))
+        return msgspec.structs.replace(copy, address=address_of("", staged), device="")
 
     @staticmethod
     async def settled(moves: Iterable[TensorMove]) -> None:
