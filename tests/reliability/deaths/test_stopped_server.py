@@ -1,20 +1,26 @@
-"""A server that is stopped: every call ends with a time-out that says of what, where and when."""
+"""A server that is stopped: every call ends with a time-out that says of what, where and when; and
+one whose end takes long.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import signal
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.reliability.harness import MB
-from tests.support import before_commits, halt, running_store, stop
+from tests.support import before_commits, halt, running_store, stop, until
 
 import torchstore_core as ts
 import torchstore_core.blocking as blocking
+from torchstore_core.machine.processes import is_exiting
+from torchstore_core.runtimes.server_process import ServerProcess
 
 THIRD_S = 1 / 3
 
@@ -109,3 +115,38 @@ async def test_a_commit_that_goes_on_says_it_too(caplog: pytest.LogCaptureFixtur
         assert caught.value.details["operation"] == "put_state_dict"
         assert caught.value.details["address"] == client.address
         assert "'d': store 'torchstore'" in caplog.text
+
+
+# As while the kernel frees a large spill file, which may take a second for each GB: the process is
+# exiting, and is not gone. Here its last thread is to blame.
+SLOW_EXIT = """
+import ctypes, json, os, signal, threading
+threading.Thread(target=signal.pause).start()
+exit_thread = lambda *_: ctypes.CDLL(None).syscall(60, 0)
+signal.signal(signal.SIGTERM, exit_thread)
+print(json.dumps({"address": "unix:/nowhere/socket", "pid": os.getpid()}), flush=True)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of exit() is that of x86-64")
+async def test_a_server_that_exits_for_long_is_not_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ends by itself; and no longer than the time-out is waited for that."""
+    (tmp_path / "slow_exit.py").write_text(SLOW_EXIT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    server = ServerProcess("slow_exit")
+    await server.launch({"store_name": "slow"}, 60)
+    pid = server.pid
+    try:
+        await server.stop(0.5)
+        assert [one.message for one in caplog.records] == [
+            f"server {pid} has ended, but the kernel is still freeing its memory or its files"
+        ]
+        assert is_exiting(pid)
+        assert len(os.listdir(f"/proc/{pid}/task")) == 2, "it was killed"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+    await until(lambda: not os.path.exists(f"/proc/{pid}"))  # reaped, once it is gone

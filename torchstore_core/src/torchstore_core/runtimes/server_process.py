@@ -13,7 +13,9 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -35,6 +37,8 @@ log = logging.getLogger(__name__)
 
 _KILL_AFTER_S = 3.0
 _CANCEL_START_S = 1.0
+# What was killed has so long to be gone, whatever the time-out was.
+_KILLED_S = 1.0
 # Linux takes 128 KiB in one argument, the null byte at its end included.
 _LONGEST_ARGUMENT = (128 << 10) - 1
 
@@ -194,6 +198,9 @@ class ServerProcess:
         """
         process, self._process = self._process, None
         atexit.unregister(self._at_exit)
+        return self._leave(process)
+
+    def _leave(self, process: subprocess.Popen[bytes] | None) -> threading.Thread:
         waiter = threading.Thread(
             target=self._reap, args=(process,), name="torchstore-server", daemon=True
         )
@@ -206,26 +213,43 @@ class ServerProcess:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     async def stop(self, timeout: float) -> None:
-        """End the server, and return when it has ended; kill it if it takes longer."""
+        """End the server, and return when it has ended; kill it if it takes longer. The kernel may
+        take long to free a large memory or spill file; that is waited for as long as ``timeout``.
+        """
         if self._process is None or os.getpid() != self._owner:
             return
         self._process.terminate()
         # Shielded, so that the process is waited for even if the caller is cancelled.
-        await asyncio.shield(asyncio.ensure_future(in_thread(lambda: self._end(timeout))))
+        await asyncio.shield(asyncio.ensure_future(in_thread(lambda: self._stop(timeout))))
 
-    def _end(self, timeout: float) -> None:
+    def _stop(self, timeout: float) -> None:
+        left = self._end(timeout)
+        if left is not None:
+            self._leave(left)
+
+    def _end(self, timeout: float) -> subprocess.Popen[bytes] | None:
+        """Wait for the server, and kill it if need be; returns it unless it has ended."""
         process, self._process = self._process, None
         atexit.unregister(self._at_exit)
         if process is None:
-            return
-        try:
+            return None
+        started = time.monotonic()
+        with suppress(subprocess.TimeoutExpired):
             process.wait(min(timeout, self._kill_after_s))
-        except subprocess.TimeoutExpired:
+        if process.poll() is None and not is_exiting(process.pid):
             log.warning("server %d does not end by itself; killing it", process.pid)
             process.kill()
-            process.wait()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(_KILLED_S, started + timeout - time.monotonic()))
         if self._directory:  # the server removes it unless it was killed
             shutil.rmtree(self._directory, ignore_errors=True)
+        if process.poll() is not None:
+            return None
+        log.warning(
+            "server %d has ended, but the kernel is still freeing its memory or its files",
+            process.pid,
+        )
+        return process
 
     def _at_exit(self) -> None:
         """The owner exits without a shutdown: stop the server, and wait for it."""
@@ -236,7 +260,9 @@ class ServerProcess:
             return
         self.exiting = True
         self._process.terminate()
-        self._end(self._kill_after_s)
+        left = self._end(self._kill_after_s)
+        if left is not None:
+            left.returncode = 0  # as above
 
 
 def _argument(config: Mapping[str, object]) -> str:

@@ -27,6 +27,7 @@ import select
 import shutil
 import signal
 import socket
+import stat
 import sys
 import time
 from collections.abc import Callable, Container, Iterable
@@ -106,8 +107,11 @@ class Keeper:
         finally:
             for signum, handler in zip(_SIGNALS, before, strict=True):
                 signal.signal(signum, handler)
-            for fd in self._kept.values():  # clients learn that this is the end
-                os.close(fd)
+            # Clients learn that this is the end. Memory and spill files, which may take the kernel
+            # seconds, go with this process: then others see that it is exiting.
+            for fd in self._kept.values():
+                if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                    os.close(fd)
             if self._facts.get("own_directory") and (directory := self._facts.get("directory")):
                 shutil.rmtree(directory, ignore_errors=True)
 
