@@ -16,6 +16,9 @@ import os
 import weakref
 from collections.abc import Callable
 
+#: What is new and has at least so many bytes is given huge pages, where the system leaves that to
+#: programs. It is the size from which numpy does so.
+LARGE = 4 << 20
 _MADV_DONTNEED = 4
 _MADV_POPULATE_READ = 22  # Linux 5.14
 #: For ``mmap.mmap.madvise``: fill the page tables of a range for writing. As old as the one above.
@@ -113,6 +116,15 @@ def populate_write(address: int, nbytes: int) -> int:
     Returns 0, or an errno (EINVAL: the kernel is too old).
     """
     return _advise(address, nbytes, MADV_POPULATE_WRITE)
+
+
+def prefer_huge_pages(address: int, nbytes: int) -> None:
+    """Ask for huge pages where a range is filled for the first time, which then takes a half to a
+    quarter of the time. The pages at its ends are asked for, too: ranges side by side stay one
+    mapping.
+    """
+    start = address & -mmap.PAGESIZE
+    _advise(start, address + nbytes - start, mmap.MADV_HUGEPAGE)
 
 
 def forget_pages(address: int, nbytes: int) -> None:
@@ -244,6 +256,8 @@ def allocate(nbytes: int) -> tuple[int, object]:
     address: int | None = _malloc(nbytes)
     if address is None:
         raise MemoryError(f"{nbytes:,} bytes")
+    if nbytes >= LARGE:
+        prefer_huge_pages(address, nbytes)
     block = (ctypes.c_char * nbytes).from_address(address)
     weakref.finalize(block, _free, address).atexit = False
     return address, block

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from torchstore_core import boxes
+from torchstore_core.clients.values.new_tensors import new_tensor
 from torchstore_core.clients.values.tensors import dtype_of, were_written
 from torchstore_core.machine import copying
 from torchstore_core.values import TensorMeta
@@ -314,7 +315,11 @@ def read_piece(files: Files, path: str, piece: Piece) -> bytes:
 
 
 def empty_for(path: str, entry: TensorEntry, shape: Sequence[int]) -> torch.Tensor:
-    """Return a new tensor on the host for a part of an entry."""
+    """Return a new tensor on the host for a part of an entry.
+
+    Raises:
+        OutOfMemoryError: there is no memory for it.
+    """
     dtype = dtype_of(TensorMeta(entry.dtype, entry.shape), path)
-    raw = torch.empty(prod(shape) * dtype.itemsize, dtype=torch.uint8, device="cpu")
+    raw = new_tensor((prod(shape) * dtype.itemsize,), torch.uint8)
     return raw.view(dtype).view(tuple(shape))  # torch warns about new tensors of some dtypes

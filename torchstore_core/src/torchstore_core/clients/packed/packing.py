@@ -17,6 +17,7 @@ from torchstore_core.clients.packed.header import ALIGNMENT, Header, HeaderEntry
 from torchstore_core.clients.values import nesting
 from torchstore_core.clients.values.codec import encode_object
 from torchstore_core.clients.values.memory import copy_tensors
+from torchstore_core.clients.values.new_tensors import new_tensor
 from torchstore_core.clients.values.sharding import (
     is_distributed,
     is_sharded,
@@ -140,7 +141,7 @@ def new_blob(nbytes: int) -> torch.Tensor:
     """Allocate the memory for a blob."""
     # A tensor created in inference mode could not be written to outside of that mode.
     with torch.inference_mode(False):
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return new_tensor((nbytes,), torch.uint8)
 
 
 def bytes_of(blob: torch.Tensor) -> memoryview:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +15,8 @@ from torchstore_core.boxes import Box
 from torchstore_core.clients.moving.batches import MAP_MIN
 from torchstore_core.clients.values import overlaps
 from torchstore_core.clients.values.codec import decode_object
+from torchstore_core.clients.values.new_tensors import new_like, new_tensor, out_of_memory
+from torchstore_core.clients.values.pieces import memory_of
 from torchstore_core.clients.values.plain import look
 from torchstore_core.clients.values.tensors import (
     address_of,
@@ -29,7 +31,6 @@ from torchstore_core.clients.values.tensors import (
 )
 from torchstore_core.errors import (
     LayoutMismatchError,
-    OutOfMemoryError,
     ProtocolError,
     UnsupportedValueError,
 )
@@ -336,15 +337,13 @@ class Results:
         self._allow_pickle = allow_pickle
         self._decoded: set[int] = set()  # the positions of objects
         self.waited = False  # whether other tasks may have run since the targets were checked
-        self._buffers: dict[int, bytearray] = {}  # the bytes of objects
 
     def tensor(self, target: Target) -> torch.Tensor:
         """The tensor that a target's bytes are written to."""
         made: torch.Tensor | None = self.values.get(target.at)
         if made is None:
             if target.codec is not None:
-                self._buffers[target.at] = buffer = bytearray(target.pieces[0].nbytes)
-                made = torch.frombuffer(buffer, dtype=torch.uint8)
+                made = new_tensor((target.pieces[0].nbytes,), torch.uint8)
             elif target.tensor is not None:
                 made = target.tensor
             else:
@@ -353,29 +352,27 @@ class Results:
         return made
 
     def tensors(self, plain: Sequence[Plain]) -> list[torch.Tensor]:
-        """Create the new tensors. All tensors of one kind are created like the first one, which
-        takes half the time.
-        """
+        """Create the new tensors."""
         if plain and plain[0].at in self.values:  # a retry over another link
             return [self.values[one.at] for one in plain]
         found: list[torch.Tensor] = []
-        add, empty_like = found.append, torch.empty_like
-        first: dict[TensorMeta, torch.Tensor] = {}
+        add = found.append
+        makers: dict[TensorMeta, Callable[[], torch.Tensor]] = {}
         meta: TensorMeta | None = None
-        like: torch.Tensor | None = None
+        make: Callable[[], torch.Tensor] | None = None
         for one in plain:
-            if like is None or one.meta is not meta:
+            if make is None or one.meta is not meta:
                 meta = one.meta
-                like = first.get(meta)
-                if like is None:
-                    dtype = dtype_of(meta, one.key)
-                    like = first[meta] = new_tensor(meta.shape, dtype)
-                    add(like)
+                make = makers.get(meta)
+                if make is None:
+                    first = new_tensor(meta.shape, dtype_of(meta, one.key))
+                    make = makers[meta] = new_like(first)
+                    add(first)
                     continue
             try:
-                add(empty_like(like))
+                add(make())
             except RuntimeError as error:
-                raise out_of_memory(like.nbytes, error) from error
+                raise out_of_memory(one.entry.nbytes, error) from error
         self.values.update(zip([one.at for one in plain], found, strict=True))
         return found
 
@@ -405,8 +402,12 @@ class Results:
                 continue
             if target.at in self._decoded:
                 continue
-            data = self._buffers.get(target.at, target.pieces[0].data or b"")
-            self.decode(target, target.codec, data)
+            arrived: torch.Tensor | None = self.values.get(target.at)
+            if arrived is None:
+                self.decode(target, target.codec, target.pieces[0].data or b"")
+            else:
+                address = address_of(target.key, arrived)
+                self.decode(target, target.codec, memory_of(arrived, address, arrived.nbytes))
         return self.values
 
     def _complete(self, target: Target) -> None:
@@ -437,24 +438,6 @@ class Results:
         if tensor is not None and not tensor.is_inference():
             # Tell autograd, which did not see the write.
             torch.autograd.graph.increment_version(tensor)
-
-
-def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A new tensor in host memory. Raises OutOfMemoryError if there is none for it."""
-    try:
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    except RuntimeError as error:
-        raise out_of_memory(math.prod(shape) * dtype.itemsize, error) from error
-
-
-def out_of_memory(nbytes: int, error: RuntimeError) -> OutOfMemoryError:
-    """The error for a tensor that torch could not create."""
-    return OutOfMemoryError(
-        f"a tensor of {nbytes:,} bytes cannot be made in this process ({error}). Drop tensors, get "
-        "into existing ones, or raise its limits: memory, address space (ulimit -v), mappings "
-        "(vm.max_map_count)",
-        details={"requested_bytes": nbytes},
-    )
 
 
 def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:

@@ -116,7 +116,7 @@ def rebuilt(data: Any) -> Any:
         raise ValueError(f"a {what!r} of {dtype} is not just bytes")
     if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(memory):
         raise ValueError(f"{len(memory)} bytes are no {what} of {dtype} and the shape {shape}")
-    made = np.ndarray(shape, dtype, bytearray(memory))
+    made = np.ndarray(shape, dtype, memory).copy()
     return made if what == "array" else made[()]
 
 

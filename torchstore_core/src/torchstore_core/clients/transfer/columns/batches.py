@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from operator import add
 
 import torch
@@ -10,8 +11,8 @@ import torch
 from torchstore_core.clients.moving.batches import Columns, Move
 from torchstore_core.clients.transfer.columns.sources import TensorColumns
 from torchstore_core.clients.transfer.moves import PutBatch
-from torchstore_core.clients.transfer.targets import new_tensor, out_of_memory
 from torchstore_core.clients.transfer.tensor_moves import DeviceColumns, TensorBatch
+from torchstore_core.clients.values.new_tensors import new_like, new_tensor, out_of_memory
 from torchstore_core.clients.values.overlaps import are_disjoint
 from torchstore_core.clients.values.plain import begins_on_device, look, still_there
 from torchstore_core.clients.values.tensors import dtype_of
@@ -120,17 +121,15 @@ class ColumnsGet(TensorBatch):
 
 
 def new_tensors(metas: Sequence[TensorMeta]) -> list[torch.Tensor]:
-    """A new tensor of each kind. All tensors of one kind are created like the first one, which
-    takes half the time.
-    """
-    empty_like = torch.empty_like
-    first: dict[int, torch.Tensor] = {}  # by the identity of their description
+    """A new tensor of each kind."""
+    make: dict[int, Callable[[], torch.Tensor]] = {}  # by the identity of their description
     for meta in dict(zip(map(id, metas), metas, strict=True)).values():
-        first[id(meta)] = new_tensor(meta.shape, dtype_of(meta, ""))
+        make[id(meta)] = new_like(new_tensor(meta.shape, dtype_of(meta, "")))
     try:
-        return [empty_like(first[id(meta)]) for meta in metas]
+        return [make[id(meta)]() for meta in metas]
     except RuntimeError as error:
-        raise out_of_memory(sum([first[id(meta)].nbytes for meta in metas]), error) from error
+        sizes = [dtype_of(meta, "").itemsize * math.prod(meta.shape) for meta in metas]
+        raise out_of_memory(sum(sizes), error) from error
 
 
 def _check_room(offsets: Sequence[int], sizes: Sequence[int], room: int | None, of: int) -> None:
