@@ -20,6 +20,7 @@ from torchstore_core.clients.moving.batches import (
 from torchstore_core.clients.session.allocation import is_allocated
 from torchstore_core.clients.transfer import cuda
 from torchstore_core.clients.transfer.targets import narrow
+from torchstore_core.clients.values.new_tensors import new_tensor
 from torchstore_core.clients.values.tensors import (
     address_of,
     byte_like,
@@ -100,7 +101,7 @@ class TensorMove(_TensorMove, LibraryMove):
             address = address_of(self.key, tensor)
             plan.direct.append((range(address, address + tensor.nbytes), self))
         else:
-            staged = torch.empty(tuple(tensor.shape), dtype=self.dtype, device="cpu")
+            staged = new_tensor(tuple(tensor.shape), self.dtype)
             plan.staged.append(StagedTensor(self.key, tensor, staged))
             address = address_of(self.key, staged)
         itemsize = self.dtype.itemsize
@@ -116,7 +117,7 @@ class TensorMove(_TensorMove, LibraryMove):
         address_of(self.key, self.tensor)  # it may have changed since it was planned
         whole = byte_like(self.tensor).reshape(-1).view(torch.uint8)
         size = copy.nbytes * copy.rows
-        staged = torch.empty(size, dtype=torch.uint8, device="cpu")
+        staged = new_tensor((size,), torch.uint8)
         plan.staged.append(StagedTensor(self.key, whole[start : start + size], staged))
         return msgspec.structs.replace(copy, address=address_of("", staged), device="")
 
