@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from types import FrameType
 from typing import cast
 
 import msgspec
@@ -18,6 +22,7 @@ from tests.transports.mailbox import MailboxLink
 import torchstore_core as ts
 from torchstore_core.clients.session.volume_links import VolumeLinks
 from torchstore_core.contracts.transport import Copy, Link
+from torchstore_core.machine.tasks import together
 from torchstore_core.plugins.ranking import Candidate
 
 ALL_BUT_MAILBOX = ["shm", "tcp", "mailbox-apart"]
@@ -128,6 +133,31 @@ async def test_a_link_is_closed_when_the_transfers_that_may_use_it_have_ended() 
         assert not other._closed
         second.__exit__(None, None, None)
         assert not other._closed
+
+
+async def test_two_threads_may_close_them_at_once() -> None:
+    """That of a client that leaves, and the one that hears that the server is gone."""
+    async with _links() as (links, candidate):
+        link = await links.connect(candidate)
+    links._links["mailbox"] = link
+    meeting = threading.Barrier(2)
+
+    def meet_at_each_line(frame: FrameType, event: str, _: object) -> object:
+        if frame.f_code is not VolumeLinks._close_links.__code__:
+            return None
+        with contextlib.suppress(threading.BrokenBarrierError):  # where one waits for a lock
+            meeting.wait(0.3)
+        return meet_at_each_line
+
+    def close() -> None:
+        sys.settrace(meet_at_each_line)
+        try:
+            links.close()
+        finally:
+            sys.settrace(None)
+
+    await together(asyncio.to_thread(close) for _ in range(2))
+    assert not links._links
 
 
 async def test_a_forked_child_closes_what_transfers_of_its_parent_use() -> None:

@@ -58,8 +58,10 @@ static void on_bus_error(int number, siginfo_t *info, void *context) {
     int saved = errno;
     uintptr_t at = (uintptr_t)info->si_addr;
     for (Guard *guard = info->si_code > 0 ? atomic_load(&guards) : NULL; guard; guard = guard->next) {
-        uintptr_t end = atomic_load(&guard->end);
-        if (at < atomic_load(&guard->begin) || at >= end) continue;
+        uintptr_t begin = atomic_load(&guard->begin), end = atomic_load(&guard->end);
+        if (at < begin || at >= end) continue;
+        /* The end may be of another range: a thread has just taken the guard for one. */
+        if (begin != atomic_load(&guard->begin)) continue;
         at -= at % page_size;
         /* First, so that nobody reads zeros without being told. */
         atomic_store(&guard->lost, 1);
@@ -129,9 +131,11 @@ PyObject *torchstore_is_lost(PyObject *self, PyObject *number) {
     return PyBool_FromLong(atomic_load(&guard->lost));
 }
 
-/* unguard(guard): see _native.pyi. */
-PyObject *torchstore_unguard(PyObject *self, PyObject *number) {
+/* unguard(guard, owner): see _native.pyi. */
+PyObject *torchstore_unguard(PyObject *self, PyObject *args) {
+    PyObject *number, *owner = NULL;
     (void)self;
+    if (!PyArg_ParseTuple(args, "O|O", &number, &owner)) return NULL;
     Guard *guard = PyLong_AsVoidPtr(number);
     if (guard == NULL && PyErr_Occurred()) return NULL;
     atomic_store(&guard->end, 0);

@@ -300,10 +300,10 @@ extern PyObject *torchstore_copy_strided(PyObject *self, PyObject *buffer);
 /* hash_runs(runs): in hashing.c. */
 extern PyObject *torchstore_hash_runs(PyObject *self, PyObject *list);
 
-/* guard(address, nbytes), is_lost(guard), unguard(guard): in guarding.c. */
+/* guard(address, nbytes), is_lost(guard), unguard(guard, owner): in guarding.c. */
 extern PyObject *torchstore_guard(PyObject *self, PyObject *args);
 extern PyObject *torchstore_is_lost(PyObject *self, PyObject *number);
-extern PyObject *torchstore_unguard(PyObject *self, PyObject *number);
+extern PyObject *torchstore_unguard(PyObject *self, PyObject *args);
 
 /* The part of DLPack 1.x for inspecting tensors without torch's headers; see dlpack.h. */
 typedef struct {
@@ -761,7 +761,8 @@ static PyMethodDef methods[] = {
      "guard(address, nbytes)\n\nReplace by zeros what cannot be read any more of a range of mapped files."},
     {"is_lost", torchstore_is_lost, METH_O,
      "is_lost(guard)\n\nWhether something in a guarded range was replaced."},
-    {"unguard", torchstore_unguard, METH_O, "unguard(guard)\n\nEnd a guard."},
+    {"unguard", torchstore_unguard, METH_VARARGS,
+     "unguard(guard, owner)\n\nEnd a guard, whose owner, if that is given, dies."},
     {"transfer", torchstore_transfer, METH_VARARGS,
      "transfer(fd, rows, sending, more)\n\nSend or receive each (address, nbytes, rows, stride) of an "
      "int64\nbuffer, GIL released; the number of bytes."},

@@ -57,6 +57,30 @@ def test_tensors_may_change_at_once(tmp_path: Path) -> None:
     assert pending.done()
 
 
+_FORKED = """
+import atexit, os, signal
+from torchstore_snapshot import Snapshot, StateDict
+from torchstore_snapshot.background import process
+Snapshot.async_take({folder!r} + "/0", {{"m": StateDict(n=0)}}, fsync=False).wait(300)
+writer = process.the_writer()
+os.kill(writer.pid, signal.SIGSTOP)
+pending = Snapshot.async_take({folder!r} + "/1", {{"m": StateDict(n=1)}}, fsync=False)
+child = os.fork()
+if not child:
+    atexit._run_exitfuncs()
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), pending.done())
+os.kill(writer.pid, signal.SIGCONT)
+pending.wait(300)
+"""
+
+
+async def test_a_forked_child_ends_without_the_takes_of_its_parent(tmp_path: Path) -> None:
+    """A program ends when its takes have; in a child nobody hears of them, and it never ended."""
+    said = await run_script(_FORKED.format(folder=str(tmp_path)), 60)
+    assert said == "7 False\n"
+
+
 def test_several_takes_at_once(tmp_path: Path) -> None:
     pending = [
         Snapshot.async_take(tmp_path / str(i), {"m": state(i)}, fsync=False) for i in range(5)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import inspect
+import itertools
 import os
 import signal
 import subprocess
@@ -14,9 +15,9 @@ import textwrap
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 
 import pytest
 import torch
@@ -333,6 +334,53 @@ def test_what_a_handler_raises_keeps_nothing_of_the_call(raises_out_of_time: Non
         assert kept[0]() is None
     finally:
         gc.enable()
+
+
+def test_a_call_that_is_interrupted_as_it_begins_does_not_happen_within_the_next(
+    raises_out_of_time: None,
+) -> None:
+    """At any of its lines: before the task was under way, its handlers not all in place, or some of
+    them gone again.
+    """
+    ran: list[int] = []
+    handlers = {one: signal.getsignal(one) for one in (signal.SIGALRM, signal.SIGINT)}
+
+    async def note(number: int) -> None:
+        ran.append(number)
+
+    def at_line(which: int) -> Callable[[FrameType, str, object], object]:
+        left = which
+
+        def trace(frame: FrameType, event: str, _: object) -> object:
+            nonlocal left
+            if frame.f_code.co_filename != thread_loops.__file__:
+                return None
+            if event == "line":
+                left -= 1
+                if not left:
+                    signal.raise_signal(signal.SIGALRM)
+            return trace
+
+        return trace
+
+    raised = 0
+    for line in itertools.count(1):
+        call = note(line)
+        sys.settrace(at_line(line))
+        try:
+            thread_loops.run(call, "get")
+        except _OutOfTimeError:
+            raised += 1
+        else:
+            break  # there are no more lines
+        finally:
+            sys.settrace(None)
+            call.close()  # or Python warns of those that were not begun
+        before = len(ran)
+        thread_loops.run(note(-line), "get")
+        assert ran[before:] == [-line]
+        assert {one: signal.getsignal(one) for one in handlers} == handlers
+    assert raised > 20
 
 
 def test_a_handler_that_sets_another_one_within_a_call_is_obeyed() -> None:

@@ -311,3 +311,57 @@ async def test_a_forked_child_needs_no_threads_of_torch():
         timeout=200,
     )
     assert printed == "done\n"
+
+
+_INTERRUPTED = """
+import collections, os, signal, threading
+from torchstore_core.clients.session import held_ref, holder, reclaimer, session
+from torchstore_core.clients.stores import environment, table
+await ts.initialize(capacity=64 << 20, prefault=0)
+await ts.put("a", torch.ones(1 << 20, dtype=torch.uint8))
+mapped, ref = await ts.get("a"), await ts.put_object(1)
+modules = {one.__file__ for one in (holder, reclaimer, session, table)}
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+def trace(frame, event, _):
+    if frame.f_code.co_filename not in modules or "fork" not in frame.f_code.co_name:
+        return None
+    lines[event] -= 1
+    if not lines["line"]:
+        signal.raise_signal(signal.SIGUSR1)
+    return trace
+
+def is_free(lock):
+    return lock.acquire(timeout=20) and lock.release() is None
+
+signal.signal(signal.SIGUSR1, interrupt)
+sys.unraisablehook = lambda ignored: None
+line, lines = 0, collections.Counter(line=0)
+while lines["line"] <= 0:
+    line += 1
+    lines = collections.Counter(line=line)
+    reading, writing = os.pipe()
+    sys.settrace(trace)
+    child = os.fork()
+    sys.settrace(None)
+    if not child:
+        os.write(writing, bytes([ref._holder._connection is not None, len(reclaimer._inherited)]))
+        os._exit(0)
+    os.close(writing)
+    assert os.read(reading, 9) == bytes([1, 1]), line
+    os.close(reading)
+    os.waitpid(child, 0)
+    for lock in (environment.lock, holder._lock, held_ref._lock, ref._holder._lock):
+        assert await asyncio.to_thread(is_free, lock), (line, lock)
+print(line > 30, await ts.get(ref))
+await ts.shutdown()
+"""
+
+
+async def test_what_a_signal_handler_raises_within_a_fork_leaves_nothing_undone() -> None:
+    """The interpreter forgets it. Locks stayed taken for ever, and children had inherited tensors
+    whose memory was given to others.
+    """
+    assert await run_script(_INTERRUPTED) == "True 1\n"

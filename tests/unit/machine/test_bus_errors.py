@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from torchstore_core.machine.bus_errors import Guard
-from torchstore_core.machine.virtual_memory import map_private
+from torchstore_core.machine.virtual_memory import allocate, map_private
 
 _PAGE = mmap.PAGESIZE
 _SETUP = """
@@ -88,6 +88,22 @@ def test_a_new_guard_has_lost_nothing(tmp_path: Path) -> None:
     gc.collect()
     address, nbytes, block = mapped(tmp_path / "data", 1)
     assert not Guard(address, nbytes, block).lost
+
+
+def test_what_a_signal_handler_raises_ends_no_guard_too_late(tmp_path: Path) -> None:
+    """Between two bytecodes of a finalizer, it was lost, and other memory was guarded for ever."""
+    address, nbytes, block = mapped(tmp_path / "data", 1)
+    guards = [Guard(address, nbytes, block)]
+    place, buffer = allocate(64)
+    ctypes.memset(place, 1, 64)
+    calls: list[str] = []
+    sys.setprofile(lambda frame, event, _: event == "call" and calls.append(frame.f_code.co_name))
+    del block, buffer
+    sys.setprofile(None)
+    assert not calls
+    known = guards[0]._number
+    address, nbytes, block = mapped(tmp_path / "data", 1)
+    assert Guard(address, nbytes, block)._number == known  # which had ended
 
 
 def test_a_range_begins_with_a_page(tmp_path: Path) -> None:

@@ -65,6 +65,61 @@ async def test_a_loop_that_ends_passes_its_turn_on() -> None:
         pass
 
 
+@pytest.mark.parametrize("granted", [False, True])
+async def test_a_loop_that_stands_still_passes_its_turn_on(granted: bool) -> None:
+    """As that of a thread whose blocking call was cancelled."""
+    turns, idle = Turns(), asyncio.new_event_loop()
+    waits, released = threading.Event(), threading.Event()
+
+    async def wait() -> None:
+        async with turns:
+            pass
+
+    async def wait_in_vain() -> None:
+        waiting = asyncio.ensure_future(wait())
+        await turn()
+        waits.set()
+        if granted:
+            released.wait(60)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+
+    async with turns:
+        trying = asyncio.ensure_future(asyncio.to_thread(idle.run_until_complete, wait_in_vain()))
+        await asyncio.to_thread(waits.wait, 60)
+        if not granted:
+            await trying
+    released.set()
+    await trying
+    async with asyncio.timeout(10), turns:
+        pass
+    idle.close()
+
+
+async def test_who_is_left_in_a_closed_loop_passes_no_turn_on_later() -> None:
+    turns, closed = Turns(), asyncio.new_event_loop()
+
+    async def wait() -> None:
+        async with turns:
+            pass
+
+    left = wait()
+
+    async def begin() -> None:
+        left.send(None)
+
+    async with turns:
+        await asyncio.to_thread(closed.run_until_complete, begin())
+        closed.close()
+    async with asyncio.timeout(60), turns:
+        other = asyncio.ensure_future(wait())
+        await turn()
+        left.close()
+        await turn()
+        assert not other.done()
+    await asyncio.wait_for(other, 60)
+
+
 async def test_a_call_that_nobody_waits_for_ends_alone() -> None:
     gate, ended = threading.Event(), threading.Event()
 

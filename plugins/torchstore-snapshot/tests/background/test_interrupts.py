@@ -85,6 +85,48 @@ async def test_an_interrupted_take_in_the_background(tmp_path: Path) -> None:
     assert Snapshot(tmp_path / "2").read_object("m/n") == 2
 
 
+_INTERRUPTED_AS_IT_SENDS = """
+import os, select, signal, threading, time
+from torchstore_snapshot import Snapshot, StateDict
+from torchstore_snapshot.background import process
+Snapshot.async_take({folder!r} + "/0", {{"m": StateDict(n=0)}}, fsync=False).wait(300)
+writer = process.the_writer()
+interrupted = threading.Event()
+
+def interrupt(*_):
+    interrupted.set()
+    raise KeyboardInterrupt
+
+def when_it_sends(thread=threading.main_thread()):
+    # What the writer, which stands still, is to know of so many tensors fills the socket.
+    while select.select([], [writer._connection], [], 0)[1]:
+        time.sleep(0.01)
+    signal.pthread_kill(thread.ident, signal.SIGUSR1)
+    interrupted.wait()
+    os.kill(writer.pid, signal.SIGCONT)
+
+signal.signal(signal.SIGUSR1, interrupt)
+os.kill(writer.pid, signal.SIGSTOP)
+threading.Thread(target=when_it_sends, daemon=True).start()
+many = {{str(number): torch.ones(2) for number in range(4000)}}
+try:
+    Snapshot.async_take({folder!r} + "/1", {{"m": StateDict(many)}}, fsync=False)
+except KeyboardInterrupt:
+    print("interrupted")
+Snapshot.async_take({folder!r} + "/2", {{"m": StateDict(n=2)}}, fsync=False).wait(60)
+"""
+
+
+async def test_a_take_that_is_interrupted_as_it_sends_does_not_stop_the_next(
+    tmp_path: Path,
+) -> None:
+    """What it had not sent was taken from the messages of the next."""
+    said = await run_script(_INTERRUPTED_AS_IT_SENDS.format(folder=str(tmp_path)))
+    assert said == "interrupted\n"
+    await until(lambda: not (tmp_path / "1").exists(), 20)
+    assert Snapshot(tmp_path / "2").read_object("m/n") == 2
+
+
 async def test_a_cancelled_take_in_the_background(store: ts.Client, tmp_path: Path) -> None:
     tensor = torch.ones(64 * MIB, dtype=torch.uint8)
     writer = process.the_writer()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import io
 import pickle
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from tests.processes import run_script
+from tests.support import until
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -22,13 +26,15 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 import torchstore_core.blocking as ts
 from torchstore_core.clients.values.tensors import _BY_NAME, _QUANTIZED
-from torchstore_snapshot import Snapshot, StateDict
+from torchstore_snapshot import Snapshot, StateDict, TakeLostError
 from torchstore_snapshot.dcp import (
     SnapshotStorageReader,
     SnapshotStorageWriter,
     TorchStoreReader,
     TorchStoreWriter,
 )
+from torchstore_snapshot.series import claims
+from torchstore_snapshot.series.claims import Claim
 
 acts = importlib.import_module("plugins.torchstore-snapshot.tests.rank_acts")
 
@@ -446,3 +452,61 @@ def test_what_put_state_dict_put_is_loaded(store: ts.Client, tmp_path: Path) -> 
         dcp.load(wanted, checkpoint_id=key, storage_reader=TorchStoreReader())
     assert torch.equal(other[0].weight, model[0].weight)
     assert wanted["optim"]["param_groups"] == optimizer.state_dict()["param_groups"]
+
+
+_FORKED = """
+import os, weakref
+import torch.distributed.checkpoint as dcp
+from torchstore_snapshot.dcp import SnapshotStorageWriter
+
+class Forking(SnapshotStorageWriter):
+    def write_data(self, plan, planner):
+        child = os.fork()
+        if not child:
+            weakref.finalize._exitfunc()  # as it ends normally
+            os._exit(0)
+        os.waitpid(child, 0)
+        return super().write_data(plan, planner)
+
+dcp.save({{"w": torch.ones(3)}}, storage_writer=Forking({folder!r}, fsync=False), no_dist=True)
+"""
+
+
+async def test_a_child_that_is_forked_within_a_save_does_not_end_it(tmp_path: Path) -> None:
+    assert await run_script(_FORKED.format(folder=str(tmp_path / "s"))) == ""
+    assert Snapshot(tmp_path / "s").verify() == {}
+
+
+async def test_a_collection_as_a_claim_is_renewed_may_end_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs in any thread: in the one that renews the claim, it waited for that for ever."""
+    monkeypatch.setattr(claims, "_RENEWED_S", 0.001)
+    writer = SnapshotStorageWriter(tmp_path / "s", fsync=False)
+
+    def collect(frame: FrameType, event: str, _: object) -> None:
+        if frame.f_code is Claim._publish.__code__:
+            gc.collect()
+
+    threading.settrace(collect)
+    try:
+        writer.set_up_storage_writer(True)
+    finally:
+        threading.settrace(None)  # type: ignore[arg-type]
+    claim = writer._claim
+    assert claim is not None
+
+    def is_lost() -> bool:
+        try:
+            claim._found()
+        except TakeLostError:
+            return True
+        return False
+
+    gc.disable()
+    try:
+        vars(writer)["itself"] = writer  # only a collection finds it
+        del writer
+        await until(is_lost, 20)
+    finally:
+        gc.enable()

@@ -107,14 +107,14 @@ def _ranked(rank: int, store: PairStore) -> Iterator[None]:
     """
     meanwhile = {_RANK: str(rank), _SIZE: "2"}
     _environment.acquire()
-    before = {name: os.environ.get(name) for name in meanwhile}
-    restored = threading.Event()
+    before = [{name: os.environ.get(name) for name in meanwhile}]
 
     def restore() -> None:
-        if restored.is_set():
+        try:
+            found = before.pop()  # which one thread does: the library's may come at the same time
+        except IndexError:
             return
-        restored.set()
-        for name, value in before.items():
+        for name, value in found.items():
             if value is None:
                 os.environ.pop(name, None)
             else:

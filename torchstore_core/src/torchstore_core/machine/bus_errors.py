@@ -7,14 +7,15 @@ says that something was lost.
 
 from __future__ import annotations
 
-import weakref
+import functools
 from collections.abc import Callable
 
 from torchstore_core.machine.copying import compiled
+from torchstore_core.machine.virtual_memory import when_gone
 
 _guard: Callable[[int, int], int] | None = compiled("guard")
 _is_lost: Callable[[int], bool] = compiled("is_lost")
-_unguard: Callable[[int], None] = compiled("unguard")
+_unguard: Callable[..., None] = compiled("unguard")
 
 
 def can_guard() -> bool:
@@ -38,8 +39,8 @@ class Guard:
         if _guard is None:
             raise OSError("mappings cannot be guarded without the compiled module")
         self._number = _guard(address, nbytes)
-        # Finalizers run in the reverse order: the guard ends before the mapping.
-        weakref.finalize(owner, _unguard, self._number).atexit = False
+        # What was asked for last is called first: the guard ends before the mapping.
+        when_gone(owner, functools.partial(_unguard, self._number))
 
     @property
     def lost(self) -> bool:

@@ -139,16 +139,28 @@ def punch_hole(fd: int, offset: int, nbytes: int) -> bool:
     return int(_fallocate(fd, _PUNCH_HOLE_KEEP_SIZE, offset, nbytes)) == 0
 
 
-class _Block(weakref.ref[object]):
+class _Owner(weakref.ref[object]):
     """A weak reference that may be passed to a C function, behind its arguments."""
 
     __slots__ = ()
     _as_parameter_ = 0
 
 
-# The mappings with blocks. At interpreter exit they are left to the kernel.
-_mapped: dict[int, tuple[object, _Block]] = {}
+# What ends with its owner. At interpreter exit it is left to the kernel.
+_owned: dict[int, tuple[object, _Owner]] = {}
 _numbers = itertools.count()
+
+
+def when_gone(owner: object, call: Callable[..., object]) -> None:
+    """Call a function in C when an object dies: what a signal handler raises (Ctrl-C) would be lost
+    in a finalizer in Python, and the rest of that with it. What was asked for last is called first.
+
+    Args:
+        call: gets one more argument than it needs.
+    """
+    number = next(_numbers)
+    forgets = weakref.ref(owner, functools.partial(_owned.pop, number))
+    _owned[number] = forgets, _Owner(owner, call)
 
 
 def map_private(fd: int, offset: int, nbytes: int) -> tuple[int, int, object]:
@@ -219,11 +231,7 @@ def _moved(start: int, size: int) -> int:
 def _block(address: int, size: int) -> object:
     """A writable buffer that unmaps its memory when it dies."""
     block = (ctypes.c_char * size).from_address(address)
-    # What is called when the block dies is in C alone: what a signal handler raises (Ctrl-C) would
-    # be lost in a finalizer in Python, and the mapping with it.
-    number = next(_numbers)
-    forgets = weakref.ref(block, functools.partial(_mapped.pop, number))
-    _mapped[number] = forgets, _Block(block, functools.partial(_munmap, address, size))
+    when_gone(block, functools.partial(_munmap, address, size))
     return block
 
 
@@ -259,5 +267,5 @@ def allocate(nbytes: int) -> tuple[int, object]:
     if nbytes >= LARGE:
         prefer_huge_pages(address, nbytes)
     block = (ctypes.c_char * nbytes).from_address(address)
-    weakref.finalize(block, _free, address).atexit = False
+    when_gone(block, functools.partial(_free, address))
     return address, block

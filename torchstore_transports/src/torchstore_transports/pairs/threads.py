@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torchstore_core.machine.tasks import retrieve
+from torchstore_core.machine.tasks import call_from_thread, retrieve
 
 if TYPE_CHECKING:
     from torchstore_transports.pairs.connection import PairConnection
@@ -139,8 +139,10 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Reentrant: the collector may end a coroutine that has the lock in a thread that is here.
+        self._lock = threading.RLock()
         self._taken = False
+        self._turn: asyncio.Future[None] | None = None  # whose it is, if that one had to wait
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def __aenter__(self) -> None:
@@ -152,27 +154,30 @@ class Turns:
             self._waiting.append(turn)
         try:
             await turn
-        except asyncio.CancelledError:
-            if not turn.cancelled():  # the lock was granted at the same moment
-                self._release()
+        except BaseException:
+            self._leave(turn)
             raise
 
     async def __aexit__(self, *_: object) -> None:
         self._release()
 
+    def _leave(self, turn: asyncio.Future[None]) -> None:
+        """It does not wait any more. Said here, as its loop may not run again."""
+        with self._lock:
+            if turn in self._waiting:
+                self._waiting.remove(turn)
+            elif turn is self._turn:  # since that moment
+                self._release()
+
     def _release(self) -> None:
         with self._lock:
             while self._waiting:
-                turn = self._waiting.popleft()
-                try:
-                    turn.get_loop().call_soon_threadsafe(self._grant, turn)
-                except RuntimeError:  # the loop of that turn is closed
-                    continue
-                return
-            self._taken = False
+                self._turn = turn = self._waiting.popleft()
+                if call_from_thread(turn.get_loop(), _grant, turn):
+                    return
+            self._taken, self._turn = False, None
 
-    def _grant(self, turn: asyncio.Future[None]) -> None:
-        if turn.cancelled():
-            self._release()
-        else:
-            turn.set_result(None)
+
+def _grant(turn: asyncio.Future[None]) -> None:
+    if not turn.done():
+        turn.set_result(None)

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from torchstore_core.machine.tasks import call_from_thread
+
 T = TypeVar("T")
 _END_S = 1.0
 _TURNS = 3
@@ -53,8 +55,7 @@ class CoreThread:
 
     def close(self) -> None:
         """Cancel what still runs on the loop, and end the thread. Idempotent."""
-        if not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self.loop.stop)
+        call_from_thread(self.loop, self.loop.stop)
 
 
 def new_loop() -> asyncio.AbstractEventLoop:

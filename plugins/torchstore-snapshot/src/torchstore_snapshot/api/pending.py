@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import os
 from collections.abc import Generator
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -84,3 +85,7 @@ def _finish() -> None:
     for future in [*_unfinished]:
         with contextlib.suppress(Exception, CancelledError):
             future.result()
+
+
+# In a forked child nobody hears of the takes of its parent.
+os.register_at_fork(after_in_child=_unfinished.clear)

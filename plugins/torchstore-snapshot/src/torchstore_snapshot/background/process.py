@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -30,6 +31,10 @@ with open(int(sys.argv[1]), "rb") as path:
 from torchstore_snapshot.background.writer import main
 main(int(sys.argv[2]))
 """
+
+
+# A message, and what is told when it was sent.
+_Unsent = tuple[msgspec.Struct, Future[None]]
 
 
 class Job:
@@ -79,8 +84,12 @@ class WriterProcess:
         self._jobs: dict[int, Job] = {}
         self._next = 0
         self._lock = threading.Lock()
-        self._sending = threading.Lock()
+        self._outbox: queue.SimpleQueue[_Unsent | None] = queue.SimpleQueue()
         self.alive = True
+        self._sender = threading.Thread(
+            target=self._send, name="torchstore-snapshot-sender", daemon=True
+        )
+        self._sender.start()
         self._listener = threading.Thread(
             target=self._listen, name="torchstore-snapshot-writer", daemon=True
         )
@@ -112,16 +121,35 @@ class WriterProcess:
             self._jobs.pop(job.number, None)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message to the process.
+        """Send a message to the process. Even if this is interrupted, all of it is sent.
 
         Raises:
             SnapshotWriterError: it has ended.
         """
+        sent: Future[None] = Future()
+        self._outbox.put((message, sent))
+        if (
+            not self.alive
+        ):  # looked at only now: the thread may have ended before it saw the message
+            raise self._error()
         try:
-            with self._sending:
-                m.send(self._connection, message)
+            sent.result()
         except OSError as error:
             raise self._error() from error
+
+    def _send(self) -> None:
+        """In a thread, which no signal interrupts: a part of a message would make everything that
+        comes after it a part of it, too.
+        """
+        while (unsent := self._outbox.get()) is not None:
+            message, sent = unsent
+            try:
+                m.send(self._connection, message)
+            except Exception as error:  # noqa: BLE001 - raised by whoever waits
+                sent.set_exception(error)
+            else:
+                sent.set_result(None)
+            del unsent, message, sent
 
     def _listen(self) -> None:
         while (data := m.receive(self._connection)) is not None:
@@ -149,8 +177,9 @@ class WriterProcess:
         with self._lock:
             self.alive = False
             jobs, self._jobs = [*self._jobs.values()], {}
-        with self._sending:
-            self._connection.close()
+        self._outbox.put(None)
+        self._sender.join()
+        self._connection.close()
         self._process.wait()
         for job in jobs:
             job.done.set_exception(self._error())

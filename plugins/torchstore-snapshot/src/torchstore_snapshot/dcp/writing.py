@@ -269,7 +269,7 @@ class SnapshotStorageWriter(AtPath, StorageWriter):
         object is gone.
         """
         self._claim = claim
-        self._abandon = weakref.finalize(self, claim.abandon)
+        self._abandon = weakref.finalize(self, _abandon, claim, os.getpid())
 
     def _end_claim(self) -> None:
         """End the claim of the save before, unless that was committed."""
@@ -289,3 +289,9 @@ class SnapshotStorageWriter(AtPath, StorageWriter):
         steps = (places or {}).get(name, (name,))
         key, inner = divided(steps, self._key, self._key or "state_dict")
         return key, ".".join(map(str, inner))
+
+
+def _abandon(claim: Claim, process: int) -> None:
+    """End a claim, unless that is the parent's: a forked child only has a copy of it."""
+    if os.getpid() == process:
+        claim.abandon()

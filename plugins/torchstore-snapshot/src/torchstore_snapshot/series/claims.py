@@ -12,6 +12,7 @@ import contextlib
 import errno
 import functools
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -249,7 +250,10 @@ class Claim:
         self._storage, self._record, self._stays = storage, record, False
         #: Whether the manifest of the take may be in its place: from just before it is put there.
         self.may_be_visible = False
-        self._stopped, self._lock = threading.Event(), threading.Lock()
+        self._stopped = False
+        # Both for a collection of garbage in the thread that renews it, which may end it.
+        self._told: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._lock = threading.RLock()
 
     @classmethod
     def begin(cls, storage: Storage, take: str, *, durable: bool, reading: bool = False) -> Claim:
@@ -280,7 +284,7 @@ class Claim:
             except BaseException as error:
                 tries += 1
                 if not isinstance(error, FileNotFoundError) or tries == _TRIES:
-                    claim._stopped.set()
+                    claim._stop_soon()
                     with contextlib.suppress(OSError, TorchStoreError):
                         _remove(storage, take, claim.made)  # an interrupt may come when it is there
                     if isinstance(error, FileNotFoundError):
@@ -304,7 +308,7 @@ class Claim:
         try:
             claim._publish()
         except BaseException:
-            claim._stopped.set()
+            claim._stop_soon()
             with contextlib.suppress(OSError, TorchStoreError):
                 storage.delete(claim_file(take))  # nobody goes on with the take
             raise
@@ -374,9 +378,13 @@ class Claim:
 
     def stop(self) -> None:
         """Renew it no longer. It remains."""
-        self._stopped.set()
+        self._stop_soon()
         with self._lock:  # no renewal is under way
             pass
+
+    def _stop_soon(self) -> None:
+        self._stopped = True
+        self._told.put(None)
 
     def check(self) -> None:
         """Stop, and raise TakeLostError if others have given this take up."""
@@ -427,14 +435,18 @@ class Claim:
         threading.Thread(target=self._renew, name="torchstore-claim", daemon=True).start()
 
     def _renew(self) -> None:
-        while not self._stopped.wait(_RENEWED_S):
+        while True:
+            with contextlib.suppress(queue.Empty):
+                self._told.get(timeout=_RENEWED_S)
             with self._lock:
-                if self._stopped.is_set():
+                if self._stopped:
                     return
                 try:
                     if self._found().host == _ANY_HOST:
                         return
                     self._publish()
+                    if self._record.lost:  # since it began to publish, in this thread
+                        give_up(self._storage, self._record.take)
                 except TakeLostError:
                     return  # the commit will notice
                 except (OSError, TorchStoreError):

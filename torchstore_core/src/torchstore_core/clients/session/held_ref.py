@@ -19,6 +19,7 @@ from torchstore_core.errors import (
     UnsupportedValueError,
 )
 from torchstore_core.machine.switches import is_on
+from torchstore_core.machine.threads import at_fork
 from torchstore_core.values import ObjectRef
 
 T = TypeVar("T")
@@ -316,9 +317,7 @@ def claim_waiting() -> None:
                 _waiting.pop(number, None)
 
 
-os.register_at_fork(
-    before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
-)
+at_fork(_lock)
 
 
 # ---- references in values -----------------------------------------------------------------

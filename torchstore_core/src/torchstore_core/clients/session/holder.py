@@ -21,6 +21,7 @@ from torchstore_core.clients.session.handshake import client_facts, socket_path
 from torchstore_core.errors import StoreClosedError
 from torchstore_core.machine import topology
 from torchstore_core.machine.sockets.unix import OUT_OF_DESCRIPTORS
+from torchstore_core.machine.threads import at_fork
 from torchstore_core.values import ObjectRef
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.batches import MOST_NUMBERS, runs
@@ -97,7 +98,6 @@ class Holder:
         self._is_stuck = False
         # What the child is lent: its connection, if there is one, the ticket, and the references.
         self._forking: tuple[socket.socket | None, int, dict[int, ObjectRef]] | None = None
-        self._locked_for_fork = False
         self._pid = os.getpid()
         self.ends_when_unused = False
         with _lock:
@@ -299,8 +299,7 @@ class Holder:
         it, the child opens one; if it cannot, they are lent as long as this process lives.
         """
         self._forking = None
-        self._locked_for_fork = self._lock.acquire(timeout=_PATIENCE_S)
-        if not self._locked_for_fork or self._connection is None or not self.live:
+        if self._connection is None or not self.live:
             return
         ticket = secrets.randbits(63) | 1
         theirs: socket.socket | None = None
@@ -313,17 +312,13 @@ class Holder:
                 return
         self._forking = theirs, ticket, dict(self.live)
         self._outbox.append(m.LendAll(ticket))
-        self._collect()
-        self._push(_PATIENCE_S)
+        self._send_now()
 
     def after_fork_in_parent(self) -> None:
-        """The connection is the child's alone, and the lock that the fork needed is free again."""
+        """The connection is the child's alone."""
         forking, self._forking = self._forking, None
         if forking is not None and forking[0] is not None:
             forking[0].close()
-        if self._locked_for_fork:
-            self._locked_for_fork = False
-            self._lock.release()
 
     def after_fork_in_child(self) -> None:
         """Go on with what the parent has lent."""
@@ -335,7 +330,6 @@ class Holder:
             self._connection.close()  # nobody else does
         self._connection = self._wake = None
         self._lock = threading.Lock()
-        self._locked_for_fork = False
         self._outbox.clear()
         self._unsent.clear()
         if forking is None:
@@ -450,7 +444,6 @@ def _direct() -> list[Holder]:
 
 
 def _before_fork() -> None:
-    _lock.acquire()
     for holder in _direct():
         holder.before_fork()
 
@@ -458,17 +451,11 @@ def _before_fork() -> None:
 def _after_in_parent() -> None:
     for holder in _direct():
         holder.after_fork_in_parent()
-    _lock.release()
 
 
 def _after_in_child() -> None:
     for holder in _direct():
         holder.after_fork_in_child()
-    _lock.release()
 
 
-os.register_at_fork(
-    before=_before_fork,
-    after_in_parent=_after_in_parent,
-    after_in_child=_after_in_child,
-)
+at_fork(_lock, before=_before_fork, in_parent=_after_in_parent, in_child=_after_in_child)

@@ -108,7 +108,8 @@ class Reclaimer:
         self._probes: dict[int, Callable[[], None]] = {}
         self._deferred: list[tuple[int, Held]] = []
         self._guards: list[_ForkGuard] = []
-        self._fork_pipe: tuple[int, int, frozenset[int]] | None = None
+        # The end of a guard's pipe that the child of the fork under way is to have.
+        self._childs_end: int | None = None
         self._wake: io.FileIO | None = _open_eventfd()
         self._write: Callable[[bytes], object] = self._wake.write
         self.holder = Holder(place, connection, session.next_id, self.wake)
@@ -328,21 +329,20 @@ class Reclaimer:
     def before_fork(self) -> None:
         """In the parent: keep everything mapped now leased until the child has ended, too."""
         self.holder.before_fork()
-        if self._held:
+        if self._held and self._childs_end is None:
             read = write = -1
             with contextlib.suppress(OSError):
                 read, write = os.pipe()
-            self._fork_pipe = read, write, frozenset(self._held)
+            self._guards.append(_ForkGuard(read, frozenset(self._held)))
+            self._childs_end = write
 
     def after_fork_in_parent(self) -> None:
         """Start to watch the pipe, whose other end the child holds."""
         self.holder.after_fork_in_parent()
-        if self._fork_pipe is not None:
-            read, write, idents = self._fork_pipe
+        if self._childs_end is not None:
+            write, self._childs_end = self._childs_end, None
             if write >= 0:
                 os.close(write)
-            self._fork_pipe = None
-            self._guards.append(_ForkGuard(read, idents))
             self._waking = False
             self.wake()
 
@@ -356,13 +356,14 @@ class Reclaimer:
         self._held.clear()
         self._watched.clear()
         self._wake_nobody()
-        read = -1 if self._fork_pipe is None else self._fork_pipe[0]
-        for fd in (read, *(guard.fd for guard in self._guards)):
-            if fd >= 0:
-                os.close(fd)
-        if self._fork_pipe is not None:
-            _inherited.append((self._connection, self._fork_pipe[1]))
-        elif not lost:
+        while self._guards:
+            guard = self._guards.pop()
+            if guard.fd >= 0:
+                os.close(guard.fd)
+        if self._childs_end is not None:
+            _inherited.append((self._connection, self._childs_end))
+            self._childs_end = None
+        elif not lost and self._connection not in [connection for connection, _ in _inherited]:
             self._connection.close()
         self.holder.after_fork_in_child()
 

@@ -497,10 +497,13 @@ class VolumeLinks:
             self._close_links()
 
     def _close_links(self) -> None:
-        for links in self._all_links():
-            while links:
-                _, link = links.popitem()
-                _close(link)
+        closing: list[Link] = []
+        with self._lock:  # who closes the client, and who hears that the server is gone, are two
+            for links in self._all_links():
+                closing += links.values()
+                links.clear()
+        for link in closing:
+            _close(link)
 
     def _all_links(self) -> list[dict[str, Link]]:
         with self._lock:

@@ -264,7 +264,9 @@ class JoinedStore:
         """Leave the store for good."""
         self._closed = True
         self.reset()
-        for session in list(self._earlier):
+        with lock:  # a reset in another thread adds one
+            earlier = list(self._earlier)
+        for session in earlier:
             if session.pid == os.getpid():
                 session.close()
 

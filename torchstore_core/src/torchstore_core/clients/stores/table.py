@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any
@@ -26,6 +25,7 @@ from torchstore_core.errors import (
     StoreTimeoutError,
     in_seconds,
 )
+from torchstore_core.machine.threads import at_fork
 from torchstore_core.plugins.ranking import Policy
 
 _stores: dict[str, JoinedStore] = {}
@@ -213,25 +213,20 @@ def remove(store_name: str, only: JoinedStore | None = None) -> JoinedStore | No
 
 
 def _before_fork() -> None:
-    lock.acquire()
     _each(lambda session: session.before_fork())
 
 
 def _after_in_parent() -> None:
     _each(lambda session: session.after_fork_in_parent())
-    lock.release()
 
 
 def _after_in_child() -> None:
-    try:
-        _each(lambda session: session.after_fork_in_child())
-        sessions.clear()
-        _starting.clear()  # by threads of the parent
-        environment.forget_what_was_replaced()
-        for store in _stores.values():
-            store.after_fork_in_child()
-    finally:
-        lock.release()  # the child goes on as the thread that acquired it
+    _each(lambda session: session.after_fork_in_child())
+    sessions.clear()
+    _starting.clear()  # by threads of the parent
+    environment.forget_what_was_replaced()
+    for store in _stores.values():
+        store.after_fork_in_child()
 
 
 def _each(call: Callable[[Session], Any]) -> None:
@@ -240,8 +235,4 @@ def _each(call: Callable[[Session], Any]) -> None:
             call(session)
 
 
-os.register_at_fork(
-    before=_before_fork,
-    after_in_parent=_after_in_parent,
-    after_in_child=_after_in_child,
-)
+at_fork(lock, before=_before_fork, in_parent=_after_in_parent, in_child=_after_in_child)
