@@ -128,9 +128,8 @@ class WriterProcess:
         """
         sent: Future[None] = Future()
         self._outbox.put((message, sent))
-        if (
-            not self.alive
-        ):  # looked at only now: the thread may have ended before it saw the message
+        # Only now, since the thread may have ended before it saw the message.
+        if not self.alive:
             raise self._error()
         try:
             sent.result()
