@@ -237,6 +237,22 @@ async def test_an_empty_server_is_small(store):
     assert int(kilobytes) < 40 * 1024
 
 
+def _siblings(distribution: importlib.metadata.Distribution) -> list[str]:
+    """The bounds of what it requires of this repository: they use each other's modules."""
+    names = {name.replace("_", "-") for name in SOURCES}
+    found = [re.match(r"([\w-]+)([^;]*)", line) for line in distribution.requires or []]
+    return [one[2] for one in found if one is not None and one[1] in names]
+
+
+def _same_minor_release(version: str) -> str:
+    """From a release to the next one that may change what others use, as metadata says it.
+
+    A newer transport beside an older core would be one that cannot be imported.
+    """
+    major, minor, _ = version.split(".")
+    return f"<{major}.{int(minor) + 1},>={version}"
+
+
 def test_distributions_declare_ranges_and_their_doors():
     core = importlib.metadata.distribution("torchstore-core")
     runtime = [line for line in core.requires or [] if "extra ==" not in line]
@@ -247,6 +263,7 @@ def test_distributions_declare_ranges_and_their_doors():
         distribution = importlib.metadata.distribution(name.replace("_", "-"))
         assert not [line for line in distribution.requires or [] if "==" in line.split(";")[0]]
         assert distribution.metadata["License-Expression"] == "BSD-3-Clause"
+        assert {*_siblings(distribution)} <= {_same_minor_release(distribution.version)}
     doors = {group: importlib.metadata.entry_points(group=group).names for group in GROUPS}
     assert {"shm", "inline"} <= doors["torchstore.transports"]
     assert {"singleton", "local-rank", "host"} <= doors["torchstore.strategies"]

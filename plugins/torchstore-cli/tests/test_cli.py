@@ -841,6 +841,17 @@ def _distribution(where: Path, name: str, entry_points: str) -> None:
 
 
 @pytest.mark.thorough
+async def test_doctor_names_packages_of_another_release(tmp_path: Path):
+    entry = "[torchstore.strategies]\nacme = no_such_module\n"
+    Site(tmp_path).describe("acme-store", entry, requires="torchstore-core>=99")
+    report = (await installed("doctor", "--json", PYTHONPATH=_python_path(tmp_path))).json
+    says = "acme-store 1.0 requires torchstore-core >=99, and "
+    assert [note for note in report["notes"] if note.startswith(says)]
+    (acme,) = [p for p in report["plugins"] if p["name"] == "acme"]
+    assert says in acme["error"]
+
+
+@pytest.mark.thorough
 async def test_doctor_names_broken_and_blocked_plugins(tmp_path: Path):
     _distribution(tmp_path, "acme-store", "[torchstore.transports]\nacme = no_such_module\n")
     result = await installed("doctor", "--json", PYTHONPATH=_python_path(tmp_path))

@@ -159,6 +159,33 @@ async def test_why_nothing_is_copied_is_said(
         assert torch.equal(await client.get("k"), data(1))
 
 
+@pytest.mark.thorough
+async def test_a_release_that_was_installed_under_a_store_copies_nothing_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The copier is a new process, so it is of the new release. Its attempts are a line each."""
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import sys\nif {COPIER!r} in sys.orig_argv:\n"
+        "    from torchstore_core.wire import messages\n    messages.PROTOCOL_VERSION += 1\n"
+    )
+    paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    async with running_store(num_storage_volumes=2, capacity=64 * MB, strategy="hash") as client:
+        await client.put("k", data(1))
+        assert not (await client.drain(await volume_of(client, "k"), wait=False)).done
+
+        async def is_said() -> bool:
+            return (
+                "the log of the volume's process says why" in (await client.status()).repair.trouble
+            )
+
+        await until(is_said, REPAIRED_S)
+        assert torch.equal(await client.get("k"), data(1))
+    said = [line for line in capfd.readouterr().err.splitlines() if line]
+    assert said
+    assert all(re.match(r"torchstore copier \d+: this store .*speaks protocol", s) for s in said)
+
+
 async def test_what_cannot_be_drained_says_so(local: ts.Client) -> None:
     with pytest.raises(ts.ConfigurationError, match="there is no volume 'x'"):
         await local.drain("x")

@@ -179,6 +179,22 @@ def test_what_nobody_has_encoded_is_refused(forged: object) -> None:
         decode_object("k", ObjectMeta("msgpack"), data, allow_pickle=False)
 
 
+@pytest.mark.parametrize(
+    ("codec", "value"),
+    [
+        ("msgpack", msgspec.msgpack.Ext(99, b"later")),
+        ("msgpack", [msgspec.msgpack.Ext(8, msgspec.msgpack.encode(["dtype", ["float3"], None]))]),
+        ("later", 1),
+    ],
+    ids=["type", "dtype", "codec"],
+)
+def test_what_a_later_release_has_encoded_says_what_to_install(codec: str, value: object) -> None:
+    data = msgspec.msgpack.encode(value)
+    with pytest.raises(UnsupportedValueError, match="install the torchstore-core") as caught:
+        decode_object("k", ObjectMeta(codec), data, allow_pickle=False)
+    assert caught.value.key == "k"
+
+
 VIEWS = [
     memoryview(b"bytes"),
     memoryview(bytearray(b"may be written to")),

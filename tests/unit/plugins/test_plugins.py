@@ -77,11 +77,14 @@ class Site:
             lines.append(f"{name} = {module}")
         self.describe(distribution, "\n".join(lines))
 
-    def describe(self, distribution: str, entry_points: str, *, version: str = "1.0") -> None:
+    def describe(
+        self, distribution: str, entry_points: str, *, version: str = "1.0", requires: str = ""
+    ) -> None:
         info = self.path / f"{distribution.replace('-', '_')}-{version}.dist-info"
-        info.mkdir()
+        info.mkdir(exist_ok=True)
         text = f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n"
-        (info / "METADATA").write_text(text)
+        needs = f"Requires-Dist: {requires}\n" if requires else ""
+        (info / "METADATA").write_text(text + needs)
         (info / "entry_points.txt").write_text(entry_points)
         importlib.invalidate_caches()
 
@@ -327,6 +330,29 @@ def test_a_broken_one_is_recorded_and_raised_only_when_asked_for(site: Site, nam
     assert len(several[group]()) == 1
     assert registry.load(group, "good") is not None
     gc.collect()  # a coroutine that was never awaited would warn here, and warnings are errors
+
+
+@pytest.mark.parametrize("requires", ["torchstore-core>=99,<100", "torchstore_core[urls] (<0.0.1)"])
+def test_a_broken_one_of_another_release_says_which_one_it_requires(
+    site: Site, requires: str
+) -> None:
+    """As pip leaves it, if it upgrades the core alone. One that works says nothing."""
+    half = TRANSPORT.replace("in_band=True", "client='site_late_slow:Link'")
+    site.install("site-late", TRANSPORTS, gone="import torchstore_core.gone", works=half)
+    text = "[torchstore.transports]\ngone = site_site_late_gone\nworks = site_site_late_works\n"
+    site.describe("site-late", text, requires=requires)
+    registry = site.registry()
+    assert [spec.name for spec in registry.transports()] == ["works"]
+    here = metadata.version("torchstore-core")
+    bounds = requires.partition("core")[2].removeprefix("[urls]").strip(" ()")
+    says = f"site-late 1.0 requires torchstore-core {bounds}, and {here} is installed"
+    with pytest.raises(PluginError) as caught:
+        registry.transport("gone")
+    assert "No module named 'torchstore_core.gone'" in caught.value.message
+    assert says in caught.value.message
+    with pytest.raises(PluginError) as caught:
+        load_class("site_late.link:Link")  # of the package that is called as the distribution
+    assert says in caught.value.message
 
 
 def test_one_broken_plug_in_does_not_spoil_the_check_of_the_next(site: Site) -> None:

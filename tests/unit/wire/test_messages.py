@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import hashlib
 import math
 import typing
 from typing import Any
@@ -16,6 +17,7 @@ from msgspec import inspect as mi
 from tests.profiles import each
 
 from torchstore_core.contracts.strategy import ClientFacts
+from torchstore_core.machine import topology
 from torchstore_core.values import ObjectMeta, StateDictMeta, TensorMeta, TensorSlice
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import HEADER, decode_reply, decode_request, encode
@@ -282,6 +284,61 @@ def test_every_message_is_in_one_union_under_one_tag() -> None:
     tags = [cls.__struct_config__.tag for cls in REQUESTS + REPLIES]
     assert len(set(tags)) == len(tags)
     assert all(isinstance(tag, str) for tag in tags)
+
+
+#: The version of the protocol, and what its messages consist of.
+PROTOCOL = (19, "62087c2fdaa16a6d")
+
+
+def shape(kind: mi.Type, structs: dict[str, object]) -> str:
+    """What a declared type has on the wire; ``structs`` gets that of each struct in it, by name."""
+    match kind:
+        case mi.StructType():
+            config, name = kind.cls.__struct_config__, kind.cls.__name__
+            if name not in structs:
+                structs[name] = ()
+                named = ["" if config.array_like else f.encode_name for f in kind.fields]
+                types = [shape(f.type, structs) for f in kind.fields]
+                required = [f.required for f in kind.fields]
+                structs[name] = (config.tag, config.array_like, named, types, required)
+            return name
+        case mi.UnionType():
+            return "|".join(sorted(shape(one, structs) for one in kind.types))
+        case mi.TupleType():
+            return f"({','.join(shape(one, structs) for one in kind.item_types)})"
+        case mi.ListType() | mi.VarTupleType():
+            return f"[{shape(kind.item_type, structs)}]"
+        case mi.DictType():
+            return f"{{{shape(kind.key_type, structs)}:{shape(kind.value_type, structs)}}}"
+        case mi.NamedTupleType():
+            return f"({','.join(shape(f.type, structs) for f in kind.fields)})"
+        case mi.LiteralType():
+            return repr(sorted(kind.values))
+    return type(kind).__name__
+
+
+def test_who_changes_a_message_raises_the_version_of_the_protocol() -> None:
+    """A process of another release is refused by that number alone: with the same one, it would
+    take a message for what it is not. Messages that only volumes and servers exchange count, too.
+    """
+    structs: dict[str, object] = {}
+    for union in (m.Request, m.Reply):
+        shape(mi.type_info(union), structs)
+    found = hashlib.sha256(repr(sorted(structs.items())).encode()).hexdigest()[:16]
+    assert (m.PROTOCOL_VERSION, found) == PROTOCOL, (
+        "the messages have changed since this version of the protocol: raise PROTOCOL_VERSION in "
+        f"wire/messages.py, and write it down here with {found!r}"
+    )
+
+
+def test_a_refusal_is_read_by_every_release() -> None:
+    """The first message and its refusal begin as they always have, whatever the version."""
+    hello = msgspec.msgpack.decode(
+        body_of(m.Hello(1, 7, b"", topology.probe(), ClientFacts(1, "", "")))
+    )
+    assert hello[:3] == ["hello", 1, 7]
+    refusal = msgspec.msgpack.decode(body_of(m.Failure(1, "protocol", "why")))
+    assert refusal == ["failure", 1, "protocol", "why", None, {}]
 
 
 def test_messages_are_immutable() -> None:

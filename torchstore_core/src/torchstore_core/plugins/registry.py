@@ -31,6 +31,7 @@ from torchstore_core.plugins.installed import (
     InstalledPlugin,
     installed,
 )
+from torchstore_core.plugins.requirements import misfit, misfit_of
 
 if TYPE_CHECKING:
     from importlib import metadata
@@ -118,7 +119,9 @@ def load_class(path: str) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a module that exits or panics is as broken as one that raises
-        raise PluginError(f"cannot import {path!r}: {error!r}") from error
+        why = misfit_of(path)
+        text = f"cannot import {path!r}: {error!r}{'; ' if why else ''}{why}"
+        raise PluginError(text) from error
 
 
 def _near(unknown: Sequence[str], known: Iterable[str]) -> str:
@@ -260,8 +263,15 @@ class Registry:
             raise PluginError(f"no {kind} is called {name!r} (installed: {known}); {hint}")
         if clash := self.clash(group, name):
             raise PluginError(clash)
-        entry = entries[0]
-        origin = f"{kind} {name!r} (from {entry.distribution})"
+        try:
+            return self._load_entry(group, name, entries[0])
+        except PluginError as error:
+            if why := misfit(entries[0].distribution):
+                raise PluginError(f"{error.message}; {why}") from error.__cause__
+            raise
+
+    def _load_entry(self, group: str, name: str, entry: InstalledPlugin) -> Any:
+        origin = f"{_kind(group)} {name!r} (from {entry.distribution})"
         was_light = _HEAVY not in sys.modules
         try:
             plugin = entry.load()

@@ -33,6 +33,7 @@ from torchstore_core.machine.virtual_memory import map_shared, populate_write, u
 from torchstore_core.plugins.installed import GROUPS
 from torchstore_core.plugins.ranking import Policy, rank
 from torchstore_core.plugins.registry import Registry
+from torchstore_core.plugins.requirements import misfit
 from torchstore_core.server.memory.segment import open_memory
 from torchstore_core.server.memory.volume import default_capacity
 from torchstore_core.server.server import ServerOptions
@@ -41,6 +42,7 @@ from torchstore_core.wire import messages as m
 __all__ = ["examine"]
 
 _TRANSPORTS = "torchstore.transports"
+_CLI = "torchstore-cli"
 _PACKAGES = ("torchstore-core", "torchstore-transports", "torchstore-strategies", "torch")
 
 
@@ -92,6 +94,8 @@ async def examine(address: str | None, timeout: float) -> reports.DoctorReport:
             found.problems.append(clash)
         elif p.state == "error":
             found.notes.append(f"the plug-in {p.name!r} of {p.group} does not load, the others do")
+    releases = {p.distribution for p in plugins if p.state != "blocked"} | {*_PACKAGES, _CLI}
+    found.notes += filter(None, map(misfit, sorted(releases)))
     copy = reports.CopyEngine(copying.has_native(), _copy_threads(found))
     running_stores = await _stores(address, timeout, registry, policy, found)
     return reports.DoctorReport(

@@ -150,6 +150,10 @@ async def _handshake(
                     if not data:
                         raise ConnectionResetError("the server closed the connection")
                     bodies = reader.feed(data)
+        except ProtocolError as error:
+            raise ProtocolError(
+                f"what listens at {address} is no store: its first bytes are none of this protocol"
+            ) from error
         except TimeoutError as error:
             what = (
                 f"no answer from {address} within {in_seconds(timeout)}: it is stopped, or busy"

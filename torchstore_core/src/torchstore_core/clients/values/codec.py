@@ -131,7 +131,11 @@ def decode_object(key: str, meta: ObjectMeta, data: Buffer, *, allow_pickle: boo
             example.
     """
     if meta.codec not in (MSGPACK, PICKLE):
-        raise UnsupportedValueError(f"{key!r} is encoded as {meta.codec!r}, unknown here", key=key)
+        raise UnsupportedValueError(
+            f"{key!r} is encoded as {meta.codec!r}, which is unknown here: install the "
+            "torchstore-core that it was put with",
+            key=key,
+        )
     if meta.codec == PICKLE and not allow_pickle:
         raise UnsafeObjectError(
             f"{key!r} was stored with pickle, which allow_pickle=False forbids to load", key=key
@@ -149,7 +153,9 @@ def decode_object(key: str, meta: ObjectMeta, data: Buffer, *, allow_pickle: boo
         ) from error
     except Exception as error:
         hint = "is its class importable, or cloudpickle installed where it is put?"
-        if isinstance(error, ModuleNotFoundError) and str(error.name).startswith("cloudpickle"):
+        if meta.codec == MSGPACK:  # of what other releases have, too: a newer type or dtype
+            hint = "install the torchstore-core, torch and numpy here that it was put with"
+        elif isinstance(error, ModuleNotFoundError) and str(error.name).startswith("cloudpickle"):
             hint = "it was put by value: install cloudpickle here, too"
         raise UnsupportedValueError(
             f"{key!r} cannot be rebuilt here: {error!r} ({hint})", key=key

@@ -114,8 +114,9 @@ def rebuilt(data: Any) -> Any:
     dtype = np.dtype(name)
     if dtype.kind not in _KINDS or what not in ("array", "scalar"):
         raise ValueError(f"a {what!r} of {dtype} is not just bytes")
-    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(memory):
-        raise ValueError(f"{len(memory)} bytes are no {what} of {dtype} and the shape {shape}")
+    # In msgspec 0.19, len(memory) is the length of the whole message.
+    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != memory.nbytes:
+        raise ValueError(f"{memory.nbytes} bytes are no {what} of {dtype} and the shape {shape}")
     made = np.ndarray(shape, dtype, memory).copy()
     return made if what == "array" else made[()]
 

@@ -97,7 +97,10 @@ class Copiers:
         """The copier beside a volume has ended, or has not begun in time."""
         if volume in self._starting:
             self._starting.discard(volume)
-            self._failed(f"no copier has started beside volume {self._volumes[volume].info.id}")
+            self._failed(
+                f"no copier has started beside volume {self._volumes[volume].info.id}; the log of "
+                "the volume's process says why"
+            )
 
     def dismiss(self, is_idle: Callable[[], bool]) -> None:
         """There is nothing to do: copiers for which that does not change may end."""
