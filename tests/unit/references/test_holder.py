@@ -24,7 +24,7 @@ def test_nothing_is_given_up_while_the_server_is_late() -> None:
         finally:
             socket.setdefaulttimeout(None)
         for ident in range(2000):  # more than the system keeps for who reads nothing
-            holder.begin(ident, ObjectRef("w", 1))
+            holder.live[ident] = ObjectRef("w", 1)
             holder.end(ident)
         assert holder.usable
         assert holder.busy
@@ -40,7 +40,7 @@ def test_references_that_end_one_after_the_other_wake_nobody() -> None:
         holder = Holder(place, ours, itertools.count(1).__next__, lambda: woken.append(None))
 
         def end(ident: int) -> None:
-            holder.begin(ident, ObjectRef("w", 1))
+            holder.live[ident] = ObjectRef("w", 1)
             holder.end(ident)
 
         end(1)
@@ -69,7 +69,7 @@ def test_the_thread_sends_what_others_could_not() -> None:
         place = StorePlace("store", 1, "unix:/nowhere", "host")
         holder = Holder(place, ours, itertools.count(1).__next__, lambda: None)
         for ident in range(1 << 20):  # more than the system keeps for who reads nothing
-            holder.begin(ident, ObjectRef("w", 1))
+            holder.live[ident] = ObjectRef("w", 1)
             holder.end(ident)
         holder.flush(0.0)
         assert holder.busy
