@@ -28,7 +28,6 @@ from torchstore_core.clients.transfer.columns.sources import (
     TensorColumns,
     keys_of,
     tensor_columns,
-    total,
 )
 from torchstore_core.clients.transfer.gets import (
     Found,
@@ -38,7 +37,8 @@ from torchstore_core.clients.transfer.gets import (
     get_named,
     requests_of,
 )
-from torchstore_core.clients.transfer.puts import PutOptions, Putting, put_sources, rides_in_message
+from torchstore_core.clients.transfer.granting import PutOptions
+from torchstore_core.clients.transfer.puts import Putting, put_sources, rides_in_message
 from torchstore_core.clients.transfer.sources import Source, look_again, prepare, prepare_all
 from torchstore_core.clients.values.differences import StateDictReport
 from torchstore_core.clients.values.sharding import TensorShard
@@ -215,8 +215,7 @@ class Client(VolumeOperations):
             session, channel = here
             with HeldRef.beginning(session.holder) as ref:
                 how = PutOptions(when_full=code, held_as=(ref.ident, caller()))
-                nbytes = sources[0].nbytes
-                reply = await put_sources(session, channel, sources, nbytes, clock, how)
+                reply = await put_sources(session, channel, sources, clock, how)
                 return ref.refers(ObjectRef("", reply.versions[0], session.welcome.incarnation))
 
     async def empty(
@@ -317,7 +316,6 @@ class Client(VolumeOperations):
             sources, counts = prepare_all(keys, values, allow_pickle=pickle_too)
         refs: list[ObjectRef] = []
         if sources:
-            nbytes = total(sources)
             here = self._here(clock)
             if here is None:
                 here = await self._join(clock)
@@ -326,7 +324,7 @@ class Client(VolumeOperations):
                 look_again(sources)
             session, channel = here
             how = PutOptions(exact, None, rewind, code)
-            reply = await put_sources(session, channel, sources, nbytes, clock, how)
+            reply = await put_sources(session, channel, sources, clock, how)
             refs = refs_of(keys_of(sources), reply, session.welcome.incarnation)
         if counts is not None:
             each = iter(refs)  # one for each shard
@@ -468,7 +466,7 @@ class Client(VolumeOperations):
                     break
             else:
                 clock.version = entries[0].version
-                return [got[at] for at in range(len(wants))]
+                return [*map(got.__getitem__, range(len(wants)))]
         if asked is None:
             asked = [[want] for want in wants]
         if asked[0]:
@@ -601,7 +599,7 @@ class Client(VolumeOperations):
             clock.entries = len(sources)
             if blocking:
                 return await _publish(session, channel, key, sources, clock, options)
-            if options.group is None or rides_in_message(session, sources, total(sources)):
+            if options.group is None or rides_in_message(session, sources):
                 ref = await _publish(session, channel, key, sources, clock, options)
                 return PendingPut.finished(ref)
             putting = Putting(session, channel, sources, clock, options)
@@ -716,7 +714,7 @@ async def _publish(
     """Put a state dict, and commit it. Returns version 0 if there is nothing to put."""
     if how.group is None:
         return ObjectRef(key, 0)
-    reply = await put_sources(session, channel, sources, total(sources), clock, how)
+    reply = await put_sources(session, channel, sources, clock, how)
     (ref,) = refs_of([key], reply, session.welcome.incarnation)
     clock.put((key,), ref.version)
     return ref
