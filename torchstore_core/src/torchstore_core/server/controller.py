@@ -749,8 +749,6 @@ class Controller:
             self.spilling.retry_soon()
         ranges: dict[int, tuple[list[int], list[int]]] = {}  # offsets and sizes, by volume
         last = -1
-        offsets: list[int] = []
-        sizes: list[int] = []
         for value in values:
             if value.data is not None:
                 self.volumes[value.volume].inline -= value.nbytes

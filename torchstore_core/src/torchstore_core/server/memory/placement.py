@@ -302,42 +302,33 @@ def placed_values(
     ``boxes``: of the items, see ``Value``; none if all of them are whole.
     """
     granted: dict[int, int] = {}
+    values: list[Value] = []
     for placement in placements:
-        placement.copies[0][0].inline += placement.inline
+        volume, offsets = placement.copies[0]
+        volume.inline += placement.inline
+        index, first = volume.index, len(values)
+        if type(items) is PutItems and len(placements) == 1:
+            nowhere, none, one = repeat(None), repeat(0), repeat(1)
+            columns = items.keys, items.metas, items.sizes, repeat(index), nowhere, offsets
+            values = list(map(Value, *columns, repeat(facts), none, repeat(0.0), none, one))
+        else:
+            each = iter(offsets)
+            for at in placement.members:
+                item = items[at]
+                key, meta, nbytes, data = item.key, item.meta, item.nbytes, item.data
+                offset = next(each) if data is None else -1
+                values.append(Value(key, meta, nbytes, index, data, offset, facts, uses=1))
         if placement.placed:
-            for volume, _ in placement.copies:
-                granted[volume.index] = granted.get(volume.index, 0) + placement.placed
-    if len(placements) == 1:
-        values = _values(items, facts, placements[0])
-    else:
-        made: dict[int, Value] = {}
-        for placement in placements:
-            members = [items[at] for at in placement.members]
-            made.update(zip(placement.members, _values(members, facts, placement), strict=True))
-        values = [made[at] for at in range(len(items))]
+            for other, offsets in placement.copies:
+                granted[other.index] = granted.get(other.index, 0) + placement.placed
+                if other is not volume:
+                    placed = [value for value in values[first:] if value.data is None]
+                    for value, offset in zip(placed, offsets, strict=True):
+                        value.more = (*value.more, (other.index, offset))
+    if len(placements) > 1:
+        order = [at for placement in placements for at in placement.members]
+        values = [values[n] for n in sorted(range(len(order)), key=order.__getitem__)]
     if boxes:
         for value, box in zip(values, boxes, strict=True):
             value.box = box
     return values, granted
-
-
-def _values(items: Sequence[m.PutItem], facts: ClientFacts, placement: Placement) -> list[Value]:
-    """Return the values of a placement whose members are ``items``."""
-    volume, offsets = placement.copies[0]
-    index = volume.index
-    if type(items) is PutItems:
-        nowhere, none, one = repeat(None), repeat(0), repeat(1)
-        columns = items.keys, items.metas, items.sizes, repeat(index), nowhere, offsets
-        values = list(map(Value, *columns, repeat(facts), none, repeat(0.0), none, one))
-    else:
-        each = iter(offsets)
-        values = []
-        for item in items:
-            key, meta, nbytes, data = item.key, item.meta, item.nbytes, item.data
-            offset = next(each) if data is None else -1
-            values.append(Value(key, meta, nbytes, index, data, offset, facts, uses=1))
-    for other, offsets in placement.copies[1:]:
-        placed = [value for value in values if value.data is None]
-        for value, offset in zip(placed, offsets, strict=True):
-            value.more = (*value.more, (other.index, offset))
-    return values
