@@ -434,8 +434,6 @@ class Client(VolumeOperations):
         self, wants: Sequence[ValueRequest] | Named, clock: Clock, allow_pickle: bool | None
     ) -> Sequence[Any]:
         pickle_too = self._moves_values(allow_pickle)
-        values: list[Any] = []
-        dicts: list[tuple[int, int, StateDictMeta]] = []
         into_own = False
         asked: list[list[ValueRequest]] | None = None  # one each
         if isinstance(wants, Named):
@@ -472,6 +470,8 @@ class Client(VolumeOperations):
         if asked[0]:
             clock.version = entries[0].version
         at = 0
+        values: list[Any] = []
+        dicts: list[tuple[int, int, StateDictMeta]] = []
         for want, parts in zip(wants, asked, strict=True):
             if parts and type(meta := entries[at].meta) is StateDictMeta:
                 dicts.append((len(values), entries[at].version, meta))

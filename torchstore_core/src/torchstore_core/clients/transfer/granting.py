@@ -54,8 +54,9 @@ class PutOptions(msgspec.Struct, frozen=True, gc=False):
             put = m.PutObject(number, txn, items[0], *self.held_as, self.when_full, tickets)
         else:
             kind = m.Rewind if self.rewind else m.Put
-            how = self.version, self.group, self.when_full
-            put = kind(number, txn, items, *how, columns, tickets)
+            put = kind(
+                number, txn, items, self.version, self.group, self.when_full, columns, tickets
+            )
         quick = (len(items) if columns is None else len(columns.keys)) <= QUICK_ENTRIES
         try:
             return await channel.call(put, expect, clock.left(), quick=quick)

@@ -45,8 +45,10 @@ async def put_sources(
             sources = sources.sources()
         items = []
         for one in sources:
-            data, place = inline_bytes(one), (one.part, one.path, one.same_as)
-            items.append(m.PutItem(one.key, one.meta, one.nbytes, data, *place))
+            data = inline_bytes(one)
+            items.append(
+                m.PutItem(one.key, one.meta, one.nbytes, data, one.part, one.path, one.same_as)
+            )
         lent = lent_in(session, channel, sources)
         txn = session.next_id()
         try:
