@@ -42,7 +42,7 @@ from torchstore_core.clients.transfer.puts import Putting, put_sources, rides_in
 from torchstore_core.clients.transfer.sources import Source, look_again, prepare, prepare_all
 from torchstore_core.clients.values.differences import StateDictReport
 from torchstore_core.clients.values.sharding import TensorShard
-from torchstore_core.clients.values.tensors import check_no_fake_mode
+from torchstore_core.clients.values.tensors import fake_mode
 from torchstore_core.contracts.when_full import when_full_code
 from torchstore_core.errors import ConfigurationError, UnsupportedValueError, VersionGoneError
 from torchstore_core.values import ObjectRef, Request, StateDictMeta, TensorSlice
@@ -256,7 +256,7 @@ class Client(VolumeOperations):
             ref = await ts.put_object(batch)
         """
         with self._watch("empty", timeout) as clock:
-            check_no_fake_mode()
+            self._moves_values(None)
             like = blank(shape, dtype)
             session, channel = self._here(clock) or await self._join(clock)
             return await allocate(session, channel, like, clock)
@@ -426,8 +426,17 @@ class Client(VolumeOperations):
             return {want.key: value for want, value in zip(wants, values, strict=True)}
 
     def _moves_values(self, allow_pickle: bool | None) -> bool:
-        """Check that values can be moved here. Returns whether they may be pickled."""
-        check_no_fake_mode()
+        """Check that values can be moved here. Returns whether they may be pickled.
+
+        Raises:
+            UnsupportedValueError: this is inside of a ``FakeTensorMode``: nothing is read or
+                written there, and new tensors have no data.
+        """
+        if fake_mode() is not None:
+            raise UnsupportedValueError(
+                "values are neither put nor got inside of a FakeTensorMode, in which tensors have "
+                "no data; do it outside of that"
+            )
         return self._allow_pickle if allow_pickle is None else self._pickles(allow_pickle)
 
     async def _get(
