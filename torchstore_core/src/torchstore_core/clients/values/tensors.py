@@ -280,9 +280,7 @@ def from_buffer(
     Args:
         stride: None: that of contiguous tensors.
     """
-    numel = 1
-    for extent in shape:
-        numel *= extent
+    numel = math.prod(shape)
     if numel == 0:
         return torch.empty(shape, dtype=dtype, device="cpu")  # whatever the default device is
     if dtype in _BUFFER_DTYPES:
