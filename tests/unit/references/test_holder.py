@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import socket
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -60,6 +61,30 @@ def test_references_that_end_one_after_the_other_wake_nobody() -> None:
         holder.flush_if_due(now=True)
         sent = FrameReader(1 << 20).feed(theirs.recv(1 << 16))
         assert [decode_request(body) for body in sent] == [m.Unhold([at]) for at in (1, 2, 3)]
+
+
+def test_a_child_tells_what_ends_in_it() -> None:
+    """Its parent has a thread that was about to look again at the fork; the child has none."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder, socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"{folder}/control.sock")
+        server.listen()
+        place = StorePlace("store", 1, f"unix:{folder}/control.sock", "host")
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            holder = Holder(place, ours, itertools.count(1).__next__, lambda: None)
+            for ident in (1, 2):
+                holder.live[ident] = ObjectRef("w", 1)
+            holder.end(1)
+            assert holder.due_in() is not None
+            holder.before_fork()  # as its session does
+            pid = os.fork()
+            if not pid:
+                holder.after_fork_in_child()
+                holder.end(2)
+                os._exit(holder.busy)
+            holder.after_fork_in_parent()
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+            holder.close()
 
 
 def test_the_thread_sends_what_others_could_not() -> None:
