@@ -25,7 +25,8 @@ from tests.support import turn
 import torchstore_core as ts
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.state_dicts.putting import plan_put
-from torchstore_core.clients.transfer.puts import PutOptions, Putting
+from torchstore_core.clients.transfer.granting import PutOptions
+from torchstore_core.clients.transfer.puts import Putting
 from torchstore_core.clients.transfer.sources import Source, prepare
 from torchstore_core.wire import messages as m
 

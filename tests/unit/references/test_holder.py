@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import socket
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ def test_nothing_is_given_up_while_the_server_is_late() -> None:
         finally:
             socket.setdefaulttimeout(None)
         for ident in range(2000):  # more than the system keeps for who reads nothing
-            holder.begin(ident, ObjectRef("w", 1))
+            holder.live[ident] = ObjectRef("w", 1)
             holder.end(ident)
         assert holder.usable
         assert holder.busy
@@ -40,7 +41,7 @@ def test_references_that_end_one_after_the_other_wake_nobody() -> None:
         holder = Holder(place, ours, itertools.count(1).__next__, lambda: woken.append(None))
 
         def end(ident: int) -> None:
-            holder.begin(ident, ObjectRef("w", 1))
+            holder.live[ident] = ObjectRef("w", 1)
             holder.end(ident)
 
         end(1)
@@ -62,6 +63,30 @@ def test_references_that_end_one_after_the_other_wake_nobody() -> None:
         assert [decode_request(body) for body in sent] == [m.Unhold([at]) for at in (1, 2, 3)]
 
 
+def test_a_child_tells_what_ends_in_it() -> None:
+    """Its parent has a thread that was about to look again at the fork; the child has none."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder, socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"{folder}/control.sock")
+        server.listen()
+        place = StorePlace("store", 1, f"unix:{folder}/control.sock", "host")
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            holder = Holder(place, ours, itertools.count(1).__next__, lambda: None)
+            for ident in (1, 2):
+                holder.live[ident] = ObjectRef("w", 1)
+            holder.end(1)
+            assert holder.due_in() is not None
+            holder.before_fork()  # as its session does
+            pid = os.fork()
+            if not pid:
+                holder.after_fork_in_child()
+                holder.end(2)
+                os._exit(holder.busy)
+            holder.after_fork_in_parent()
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+            holder.close()
+
+
 def test_the_thread_sends_what_others_could_not() -> None:
     """Nothing ends any more, but what has ended is still to be sent."""
     ours, theirs = socket.socketpair()
@@ -69,7 +94,7 @@ def test_the_thread_sends_what_others_could_not() -> None:
         place = StorePlace("store", 1, "unix:/nowhere", "host")
         holder = Holder(place, ours, itertools.count(1).__next__, lambda: None)
         for ident in range(1 << 20):  # more than the system keeps for who reads nothing
-            holder.begin(ident, ObjectRef("w", 1))
+            holder.live[ident] = ObjectRef("w", 1)
             holder.end(ident)
         holder.flush(0.0)
         assert holder.busy

@@ -467,7 +467,11 @@ async def reset_client(store_name: str = DEFAULT_NAME, *, timeout: float | None 
 
 
 def _client(store_name: str) -> Client:
-    return Client(table.find(store_name))
+    store = table.find(store_name)
+    client: Client | None = store.client
+    if client is None:
+        client = store.client = Client(store)
+    return client
 
 
 async def put(

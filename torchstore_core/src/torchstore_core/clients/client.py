@@ -28,7 +28,6 @@ from torchstore_core.clients.transfer.columns.sources import (
     TensorColumns,
     keys_of,
     tensor_columns,
-    total,
 )
 from torchstore_core.clients.transfer.gets import (
     Found,
@@ -38,11 +37,12 @@ from torchstore_core.clients.transfer.gets import (
     get_named,
     requests_of,
 )
-from torchstore_core.clients.transfer.puts import PutOptions, Putting, put_sources, rides_in_message
+from torchstore_core.clients.transfer.granting import PutOptions
+from torchstore_core.clients.transfer.puts import Putting, put_sources, rides_in_message
 from torchstore_core.clients.transfer.sources import Source, look_again, prepare, prepare_all
 from torchstore_core.clients.values.differences import StateDictReport
 from torchstore_core.clients.values.sharding import TensorShard
-from torchstore_core.clients.values.tensors import check_no_fake_mode
+from torchstore_core.clients.values.tensors import fake_mode
 from torchstore_core.contracts.when_full import when_full_code
 from torchstore_core.errors import ConfigurationError, UnsupportedValueError, VersionGoneError
 from torchstore_core.values import ObjectRef, Request, StateDictMeta, TensorSlice
@@ -215,8 +215,7 @@ class Client(VolumeOperations):
             session, channel = here
             with HeldRef.beginning(session.holder) as ref:
                 how = PutOptions(when_full=code, held_as=(ref.ident, caller()))
-                nbytes = sources[0].nbytes
-                reply = await put_sources(session, channel, sources, nbytes, clock, how)
+                reply = await put_sources(session, channel, sources, clock, how)
                 return ref.refers(ObjectRef("", reply.versions[0], session.welcome.incarnation))
 
     async def empty(
@@ -257,7 +256,7 @@ class Client(VolumeOperations):
             ref = await ts.put_object(batch)
         """
         with self._watch("empty", timeout) as clock:
-            check_no_fake_mode()
+            self._moves_values(None)
             like = blank(shape, dtype)
             session, channel = self._here(clock) or await self._join(clock)
             return await allocate(session, channel, like, clock)
@@ -317,7 +316,6 @@ class Client(VolumeOperations):
             sources, counts = prepare_all(keys, values, allow_pickle=pickle_too)
         refs: list[ObjectRef] = []
         if sources:
-            nbytes = total(sources)
             here = self._here(clock)
             if here is None:
                 here = await self._join(clock)
@@ -326,7 +324,7 @@ class Client(VolumeOperations):
                 look_again(sources)
             session, channel = here
             how = PutOptions(exact, None, rewind, code)
-            reply = await put_sources(session, channel, sources, nbytes, clock, how)
+            reply = await put_sources(session, channel, sources, clock, how)
             refs = refs_of(keys_of(sources), reply, session.welcome.incarnation)
         if counts is not None:
             each = iter(refs)  # one for each shard
@@ -428,16 +426,23 @@ class Client(VolumeOperations):
             return {want.key: value for want, value in zip(wants, values, strict=True)}
 
     def _moves_values(self, allow_pickle: bool | None) -> bool:
-        """Check that values can be moved here. Returns whether they may be pickled."""
-        check_no_fake_mode()
+        """Check that values can be moved here. Returns whether they may be pickled.
+
+        Raises:
+            UnsupportedValueError: this is inside of a ``FakeTensorMode``: nothing is read or
+                written there, and new tensors have no data.
+        """
+        if fake_mode() is not None:
+            raise UnsupportedValueError(
+                "values are neither put nor got inside of a FakeTensorMode, in which tensors have "
+                "no data; do it outside of that"
+            )
         return self._allow_pickle if allow_pickle is None else self._pickles(allow_pickle)
 
     async def _get(
         self, wants: Sequence[ValueRequest] | Named, clock: Clock, allow_pickle: bool | None
     ) -> Sequence[Any]:
         pickle_too = self._moves_values(allow_pickle)
-        values: list[Any] = []
-        dicts: list[tuple[int, int, StateDictMeta]] = []
         into_own = False
         asked: list[list[ValueRequest]] | None = None  # one each
         if isinstance(wants, Named):
@@ -468,12 +473,14 @@ class Client(VolumeOperations):
                     break
             else:
                 clock.version = entries[0].version
-                return [got[at] for at in range(len(wants))]
+                return [*map(got.__getitem__, range(len(wants)))]
         if asked is None:
             asked = [[want] for want in wants]
         if asked[0]:
             clock.version = entries[0].version
         at = 0
+        values: list[Any] = []
+        dicts: list[tuple[int, int, StateDictMeta]] = []
         for want, parts in zip(wants, asked, strict=True):
             if parts and type(meta := entries[at].meta) is StateDictMeta:
                 dicts.append((len(values), entries[at].version, meta))
@@ -601,7 +608,7 @@ class Client(VolumeOperations):
             clock.entries = len(sources)
             if blocking:
                 return await _publish(session, channel, key, sources, clock, options)
-            if options.group is None or rides_in_message(session, sources, total(sources)):
+            if options.group is None or rides_in_message(session, sources):
                 ref = await _publish(session, channel, key, sources, clock, options)
                 return PendingPut.finished(ref)
             putting = Putting(session, channel, sources, clock, options)
@@ -716,7 +723,7 @@ async def _publish(
     """Put a state dict, and commit it. Returns version 0 if there is nothing to put."""
     if how.group is None:
         return ObjectRef(key, 0)
-    reply = await put_sources(session, channel, sources, total(sources), clock, how)
+    reply = await put_sources(session, channel, sources, clock, how)
     (ref,) = refs_of([key], reply, session.welcome.incarnation)
     clock.put((key,), ref.version)
     return ref

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from torchstore_core.boxes import Box
 from torchstore_core.contracts.strategy import ClientFacts, Strategy
 from torchstore_core.errors import (
     ObjectLostError,
@@ -51,7 +52,6 @@ from torchstore_core.server.memory.leases import Leases
 from torchstore_core.server.memory.lost_volumes import LostVolumes
 from torchstore_core.server.memory.placement import (
     Assigned,
-    Placement,
     checked_items,
     find_place,
     placed_values,
@@ -261,7 +261,7 @@ class Controller:
         if not sizes:
             if freed := self.catalog.flip(values):
                 self._free(freed)
-            if self.waiting:
+            if self.waiting.by_key:
                 self.waiting.wake([value.key for value in values], ())
             if when_full != m.PINNED:
                 self.spilling.track(values, when_full)
@@ -357,14 +357,52 @@ class Controller:
     ) -> tuple[list[Value], dict[int, int]]:
         """Create and place the values of a put, which becomes their holder. Returns the values, and
         the bytes granted for them on each volume.
+
+        If there is no room, values that may leave memory do (see ``Spilling.make_room``), and
+        stalled generations are dropped (see ``UnfinishedVersions.reclaim``).
+
+        Raises:
+            StoreFullError: there is no room.
+            Delayed: there will be.
         """
-        placements = self._place(session.facts, items, placed, inline, sizes, collective)
-        values, granted = placed_values(items, session.facts, placements)
-        if collective is not None and collective.in_boxes:
-            for value, box in zip(values, collective.boxes, strict=True):
-                if box is not None:
-                    value.box = box
-        return values, granted
+        prefix = "" if collective is None else collective.prefix
+        spilling = self.spilling
+        reserved: frozenset[int] | None = frozenset()
+        while True:
+            if spilling.active:
+                reserved = spilling.reserved(placed + inline)
+            if reserved is None:
+                break
+            volumes, facts = self.volumes, session.facts
+            sought = facts, items, prefix, placed, inline, sizes, reserved, self._assigned
+            placements = find_place(self.strategy, volumes, *sought)
+            if placements is not None:
+                boxes: Sequence[Box | None] = ()
+                if collective is not None and collective.in_boxes:
+                    boxes = collective.boxes
+                return placed_values(items, session.facts, placements, boxes)
+            keys = () if collective is None else collective.keys
+            kept = () if collective is None else collective.generations
+            fits = placed + inline <= most_bytes(self.strategy, self.volumes)
+            if fits and spilling.active:
+                taken = keys if collective is not None else [item.key for item in items]
+                if spilling.make_room(placed + inline, taken, reserved):
+                    continue
+            freed = self.unfinished.reclaim(keys, kept) if fits else None
+            if freed is None:
+                break
+            self._free(freed)
+        if placed + inline <= most_bytes(self.strategy, self.volumes):
+            received = self.holds.hurry()
+            if received:
+                raise spilling.delayed(
+                    f"memory was full, and {human_bytes(received)} of it were kept for a moment, "
+                    "because references to them had just arrived in other processes"
+                )
+        there = self.catalog.newest.values(), self.unfinished.waiting_bytes(), self.strategy, items
+        asked, sessions = placed + inline, self._holders.values()
+        error = full_error(asked, self.volumes, sessions, *there, held=self.holds.nbytes)
+        raise spilling.noted(error)
 
     def _contain(
         self,
@@ -391,58 +429,6 @@ class Controller:
     def _assigned(self, assign: Callable[[], Assigned]) -> Assigned:
         """Ask the strategy where a put goes, see ``find_place``."""
         return assign()
-
-    def _place(
-        self,
-        facts: ClientFacts,
-        items: Sequence[m.PutItem],
-        placed: int,
-        inline: int,
-        sizes: list[int],
-        collective: CollectivePut | None,
-    ) -> list[Placement]:
-        """Find places for the items. If there is no room, values that may leave memory do (see
-        ``Spilling.make_room``), and stalled generations are dropped (see
-        ``UnfinishedVersions.reclaim``).
-
-        Raises:
-            StoreFullError: there is no room.
-            Delayed: there will be.
-        """
-        prefix = "" if collective is None else collective.prefix
-        spilling = self.spilling
-        reserved: frozenset[int] | None = frozenset()
-        while True:
-            if spilling.active:
-                reserved = spilling.reserved(placed + inline)
-            if reserved is None:
-                break
-            sought = facts, items, prefix, placed, inline, sizes, reserved
-            placements = find_place(self.strategy, self.volumes, *sought, self._assigned)
-            if placements is not None:
-                return placements
-            keys = () if collective is None else collective.keys
-            kept = () if collective is None else collective.generations
-            fits = placed + inline <= most_bytes(self.strategy, self.volumes)
-            if fits and spilling.active:
-                taken = keys if collective is not None else [item.key for item in items]
-                if spilling.make_room(placed + inline, taken, reserved):
-                    continue
-            freed = self.unfinished.reclaim(keys, kept) if fits else None
-            if freed is None:
-                break
-            self._free(freed)
-        if placed + inline <= most_bytes(self.strategy, self.volumes):
-            received = self.holds.hurry()
-            if received:
-                raise spilling.delayed(
-                    f"memory was full, and {human_bytes(received)} of it were kept for a moment, "
-                    "because references to them had just arrived in other processes"
-                )
-        there = self.catalog.newest.values(), self.unfinished.waiting_bytes(), self.strategy, items
-        asked, sessions = placed + inline, self._holders.values()
-        error = full_error(asked, self.volumes, sessions, *there, held=self.holds.nbytes)
-        raise spilling.noted(error)
 
     def commit(self, session: SessionRecord, txn_id: int, body: bytes = b"") -> list[int]:
         """Make all keys of a put visible in one step; returns their new versions, see
@@ -553,7 +539,7 @@ class Controller:
         """
         if freed:
             self._free(freed)
-        if self.waiting and (plain or visible):
+        if self.waiting.by_key and (plain or visible):
             self.waiting.wake([value.key for value in plain], visible)
             if rewound:
                 self.waiting.end(rewound)
@@ -671,7 +657,7 @@ class Controller:
                 del session.leases[lease]
         if freed := self._leases.unpin(returned):
             self._free(freed)
-        if len(self.spilling.room):
+        if self.spilling.room:
             self.spilling.retry_soon()
 
     # ---- keys -----------------------------------------------------------------------------
@@ -759,12 +745,10 @@ class Controller:
             self.repairs.freed(values)
         if self.spilling.active:
             values = self.spilling.forget(values)
-        if len(self.spilling.room):
+        if self.spilling.room:
             self.spilling.retry_soon()
         ranges: dict[int, tuple[list[int], list[int]]] = {}  # offsets and sizes, by volume
         last = -1
-        offsets: list[int] = []
-        sizes: list[int] = []
         for value in values:
             if value.data is not None:
                 self.volumes[value.volume].inline -= value.nbytes

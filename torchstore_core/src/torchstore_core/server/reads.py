@@ -71,8 +71,10 @@ class Reads:
                         by_ref[id(want)] = held.stored
         find, newest = self._catalog.find, self._catalog.newest
         found: list[tuple[Stored, int]] = []
+        boxes: list[m.Box | None] = []
         missing: list[str] = []
         for want in request.wants:
+            boxes.append(want.box)
             there = newest.get(want.key)
             if there is not None and not want.version:  # the usual case, very often
                 found.append((there, there.version))
@@ -87,7 +89,6 @@ class Reads:
                 found.append(stored)
         if missing:
             raise self._catalog.missing_error(missing)
-        boxes = [want.box for want in request.wants]
         if self._lost_volumes.any:
             for want, (there, _) in zip(request.wants, found, strict=True):
                 self._lost_volumes.check(want.key, there, want.box)

@@ -25,7 +25,8 @@ HEADER = 4
 _MAX_DETAILS = 64 << 10
 Data = TypeVar("Data", bytes, memoryview)
 _encode_into = msgspec.msgpack.Encoder().encode_into
-_pack_length = struct.Struct("<I").pack_into
+_length = struct.Struct("<I")
+_pack_length, _length_of = _length.pack_into, _length.unpack_from
 _DECODED = {"decode_request": messages.Request, "decode_reply": messages.Reply}
 
 if TYPE_CHECKING:
@@ -127,16 +128,14 @@ class FrameReader:
             ProtocolError: a frame announces more than ``limit`` bytes.
         """
         buffer = self._buffer
-        if not buffer:
-            # The usual case: exactly one complete frame arrived.
-            size = int.from_bytes(data[:HEADER], "little")
-            if len(data) == HEADER + size and size <= self.limit:
-                return [data[HEADER:]]
+        size = len(data) - HEADER
+        if not buffer and 0 <= size <= self.limit and _length_of(data)[0] == size:
+            return [data[HEADER:]]  # the usual case: exactly one complete frame arrived
         buffer += data
         bodies: list[Data | bytes] = []
         start = 0
         while len(buffer) - start >= HEADER:
-            size = int.from_bytes(buffer[start : start + HEADER], "little")
+            (size,) = _length_of(buffer, start)
             if size > self.limit:
                 raise ProtocolError(
                     f"frame of {size} bytes is over the limit of {self.limit}; "

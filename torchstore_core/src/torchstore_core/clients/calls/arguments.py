@@ -83,7 +83,8 @@ def check_version(version: int | None, *, rewind: object = False) -> int:
     Raises:
         ConfigurationError: it is not a valid version, or is missing from a put that goes back.
     """
-    check_bools(rewind=rewind)
+    if type(rewind) is not bool:
+        check_bools(rewind=rewind)
     if rewind and version is None:
         raise ConfigurationError("rewind=True goes back to a version; say which (version=)")
     if version is None:

@@ -79,10 +79,7 @@ class ClientBase:
     def _here(self, clock: Clock) -> tuple[Session, Channel] | None:
         """Return session and channel if both are open, as they are in every call but the first."""
         session = self._joined.session_here()
-        channel = None if session is None else session.channel_here()
-        if session is None or channel is None:
-            return None
-        if clock.session is session or clock.hold(session):
+        if session is not None and (channel := session.use(clock)) is not None:
             return session, channel
         return None
 
@@ -91,19 +88,22 @@ class ClientBase:
             session = await self._joined.session(clock.left())
             clock.on_session()
             try:
-                channel = await session.channel(clock.left())
+                await session.channel(clock.left())
             except StoreClosedError:
                 if not session.closing:
                     raise
             else:
-                if clock.hold(session):
+                if (channel := session.use(clock)) is not None:
                     return session, channel
             # The session was reset meanwhile. Nothing has been sent yet, so try the next session.
 
     def _watch(self, name: str, timeout: float | None, key: object = "") -> Clock:
         """Start the clock of one operation, which reports to the observers when it ends."""
         timeout = self._timeout if timeout is None else check_timeout(timeout)
-        return Clock(timeout, name, key, self._joined)
+        clock = Clock(timeout, name, key, self._joined)
+        if self._joined.observe is not None:
+            clock.on_session()
+        return clock
 
     async def _call(self, clock: Clock, expect: type[R], message: type[Any], *args: Any) -> R:
         _, channel = self._here(clock) or await self._join(clock)

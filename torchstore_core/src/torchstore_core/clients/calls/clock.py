@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Iterable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
+
 from torchstore_core.clients.session.channel import Channel
 from torchstore_core.clients.session.handshake import NO_DESCRIPTOR
 from torchstore_core.contracts.observer import Operation
@@ -46,55 +48,29 @@ class Measurements:
             self.volumes.update(volumes)
 
 
-class Clock:
+class Clock(msgspec.Struct, eq=False, gc=False):
     """Keeps the deadline of one operation, holds its session, and reports its end to the observers.
 
     The operation ends when the context manager exits, unless it ``outlives_call``.
 
     Args:
         timeout: in seconds; None: there is no deadline.
-        name, key: see ``contracts.observer.Operation``.
+        name, key, entries, version: see ``contracts.observer.Operation``.
         joined: the store whose observers to call.
-
-    Attributes:
         measured: None if there are no observers.
         session: the session that this operation holds; None if it holds none yet.
     """
 
-    __slots__ = (
-        "_deadline",
-        "_joined",
-        "_start",
-        "entries",
-        "key",
-        "measured",
-        "name",
-        "outlives_call",
-        "session",
-        "timeout",
-        "version",
-    )
-
-    def __init__(
-        self,
-        timeout: float | None,
-        name: str = "",
-        key: object = "",
-        joined: JoinedStore | None = None,
-    ) -> None:
-        self._start = time.perf_counter()
-        self.timeout = timeout
-        self._deadline = None if timeout is None else self._start + timeout
-        self.name = name
-        self.key = key
-        self.version = 0
-        self.entries = 1
-        self.outlives_call = False
-        self.measured: Measurements | None = None
-        self._joined = joined
-        self.session: Session | None = None
-        if joined is not None and joined.observe is not None:
-            self.measured = Measurements(self._start)
+    timeout: float | None
+    name: str = ""
+    key: object = ""
+    joined: JoinedStore | None = None
+    version: int = 0
+    entries: int = 1
+    outlives_call: bool = False
+    measured: Measurements | None = None
+    session: Session | None = None
+    start: float = msgspec.field(default_factory=time.perf_counter)
 
     def __enter__(self) -> Clock:
         return self
@@ -107,29 +83,22 @@ class Clock:
         if self.measured is not None and not self.outlives_call:
             self.end(error)
 
-    def hold(self, session: Session) -> bool:
-        """Hold a session until the operation ends. Returns False if the session was closed."""
-        if self.session is not None:
-            self.session.leave(self)
-        self.session = session if session.use(self) else None
-        return self.session is not None
-
     def on_session(self) -> None:
         """Called when there is a session: only then it is known whether there are observers."""
-        if self.measured is None and self._joined is not None and self._joined.observe:
-            self.measured = Measurements(self._start)
+        if self.measured is None and self.joined is not None and self.joined.observe:
+            self.measured = Measurements(self.start)
 
     def put(self, keys: Iterable[str], version: int) -> None:
         """Record what was put; see ``incarnations.Renewed``."""
         self.version = version
-        if self._joined is not None and self._joined.renewed is not None:
-            self._joined.renewed.has_put(keys, version)
+        if self.joined is not None and self.joined.renewed is not None:
+            self.joined.renewed.has_put(keys, version)
 
     def end(self, error: BaseException | None) -> None:
         """End the operation, with this error or without one, and call the observers."""
         if error is not None:
             self._add_details(error)
-        measured, joined = self.measured, self._joined
+        measured, joined = self.measured, self.joined
         if measured is None or joined is None or joined.observe is None:
             return
         code = ""
@@ -142,7 +111,7 @@ class Clock:
                 self.entries,
                 measured.nbytes,
                 "+".join(sorted(measured.transports)),
-                time.perf_counter() - self._start,
+                time.perf_counter() - self.start,
                 measured.phases,
                 code,
                 self.key if isinstance(self.key, str) else "",
@@ -154,13 +123,13 @@ class Clock:
     @property
     def deadline(self) -> float | None:
         """When the operation ends, by ``time.perf_counter()``; None: it has no time limit."""
-        return self._deadline
+        return None if self.timeout is None else self.start + self.timeout
 
     def left(self) -> float | None:
         """Return the seconds left; raises StoreTimeoutError if there are none."""
-        if self._deadline is None:
+        if self.timeout is None:
             return None
-        left = self._deadline - time.perf_counter()
+        left = self.start + self.timeout - time.perf_counter()
         if left <= 0:
             raise self._timeout_error()
         return left
@@ -172,8 +141,8 @@ class Clock:
         error.
         """
         left = None
-        if self._deadline is not None:
-            left = max(0.0, self._deadline - time.perf_counter())
+        if self.timeout is not None:
+            left = max(0.0, self.start + self.timeout - time.perf_counter())
         limit = asyncio.timeout(left)
         try:
             with nullcontext() if channel is None else channel.expire_on_loss(limit):
@@ -193,7 +162,7 @@ class Clock:
 
     def _add_details(self, error: BaseException) -> None:
         """Add what was not known of the operation where its time-out was raised. Idempotent."""
-        if not isinstance(error, StoreTimeoutError) or self._joined is None:
+        if not isinstance(error, StoreTimeoutError) or self.joined is None:
             return
         if error.key is None and isinstance(self.key, str):
             error.key = self.key or None
@@ -212,7 +181,7 @@ class Clock:
             error.message = f"{self._timeout_error().message}: {why}"
             error.args = (error.message,)
         error.details = {
-            "address": self._joined.address,
+            "address": self.joined.address,
             **known,
             "operation": self.name,
             "timeout": self.timeout,
@@ -222,7 +191,7 @@ class Clock:
         return f"{self.key!r}: " if self.key and isinstance(self.key, str) else ""
 
     def _store_text(self) -> str:
-        joined = self._joined
+        joined = self.joined
         if joined is None:
             return "the store"
         return f"store {joined.store_name!r} ({joined.address})"

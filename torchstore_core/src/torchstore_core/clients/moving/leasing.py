@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.moving import executor
 from torchstore_core.clients.moving.batches import Batch, Mapped
@@ -13,52 +15,44 @@ from torchstore_core.errors import TorchStoreError, TransportError
 from torchstore_core.wire import messages as m
 
 
-class Leasing:
+class Leasing(msgspec.Struct, eq=False):
     """The lease of a get. Each attempt is a ``with`` block, which releases on exit everything that
     is not mapped. An attempt that fails because a volume cannot be read from ends without an error
     the first time: the next one gets copies on other volumes.
 
-    Attributes:
-        avoid: the volumes that failed.
+    Args:
+        failed: the volumes that failed, and how.
+        avoid: the same volumes.
         lease: the id of this attempt's lease.
+        leased: whether there is one, as far as is known.
+        count: how many values it has.
+        mapped: the positions of those that are mapped.
     """
 
-    __slots__ = (
-        "_channel",
-        "_clock",
-        "_count",
-        "_failed",
-        "_leased",
-        "_mapped",
-        "_session",
-        "avoid",
-        "lease",
-    )
-
-    def __init__(self, session: Session, channel: Channel, clock: Clock) -> None:
-        self._session = session
-        self._channel = channel
-        self._clock = clock
-        self._failed: dict[int, TransportError] = {}
-        self.avoid: list[int] = []
+    session: Session
+    channel: Channel
+    clock: Clock
+    failed: dict[int, TransportError] = {}
+    avoid: list[int] = []
+    lease: int = 0
+    leased: bool = True
+    count: int = 1
+    mapped: set[int] = set()
 
     def __enter__(self) -> None:
-        self._leased = True
-        self._count = 1
-        self._mapped: set[int] = set()
-        self.lease = self._session.next_id()
-        self._session.leases_in_use.add(self.lease)
+        self.lease = self.session.next_id()
+        self.session.leases_in_use.add(self.lease)
 
     def granted(self, entries: Sequence[m.Entry | None], leased: bool) -> list[int]:
         """Record the reply; returns the position of each entry's first value in the lease."""
-        self._leased = leased
+        self.leased = leased
         starts: list[int] = []
         count = 0
         for entry in entries:
             starts.append(count)
             if entry is not None:
                 count += 1 if entry.parts is None else len(entry.parts)
-        self._count = count
+        self.count = count
         return starts
 
     def check(self, entries: Sequence[m.Entry | None]) -> None:
@@ -68,33 +62,34 @@ class Leasing:
                 continue
             grants = [entry.grant, *(part.grant for part in entry.parts or ())]
             for grant in grants:
-                if grant is not None and grant.volume in self._failed:
-                    raise self._failed[grant.volume]
+                if grant is not None and grant.volume in self.failed:
+                    raise self.failed[grant.volume]
 
     async def move(self, batches: Sequence[Batch]) -> list[Mapped]:
         """Move the bytes; returns what was mapped instead."""
-        where = self._session, self._channel
-        done = await executor.execute_within(self._clock, *where, batches)
+        where = self.session, self.channel
+        done = await executor.execute_within(self.clock, *where, batches)
         return [one for moved in done for one in moved.mappings]
 
     def keep(self, owner: object, positions: list[int]) -> None:
         """What is mapped keeps its part of the lease until its owner is garbage-collected."""
-        self._mapped.update(positions)
-        self._session.hold(owner, self.lease, positions)
+        self.mapped.update(positions)
+        self.session.hold(owner, self.lease, positions)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if self._leased and len(self._mapped) < self._count:
-            _release(self._session, self._channel, self.lease, self._mapped, self._count)
-        self._session.leases_in_use.discard(self.lease)
+        if self.leased and len(self.mapped) < self.count:
+            _release(self.session, self.channel, self.lease, self.mapped, self.count)
+        self.session.leases_in_use.discard(self.lease)
         return isinstance(error, TransportError) and self._avoids(error)
 
     def _avoids(self, error: TransportError) -> bool:
         """Avoid the volume of this error; returns False if it is not the first of that volume."""
         volume = error.details.get("volume")
-        if not isinstance(volume, int) or volume in self._failed:
+        if not isinstance(volume, int) or volume in self.failed:
             return False
-        self._failed[volume] = error
+        self.failed[volume] = error
         self.avoid.append(volume)
+        self.leased, self.count, self.mapped = True, 1, set()
         return True
 
 

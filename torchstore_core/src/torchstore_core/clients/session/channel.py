@@ -104,7 +104,8 @@ class Channel:
         self._timer_at = 0.0
         #: Returns a new request id.
         self.next_id: Callable[[], int] = itertools.count(2).__next__
-        self._lost: TorchStoreError | None = None
+        #: Why nothing can be sent any more; None: it can, from within its own loop.
+        self.lost: TorchStoreError | None = None
         self._closed = False
         self._direct_calls_left = _DIRECT_IN_A_ROW
         self._use(sock)
@@ -121,11 +122,6 @@ class Channel:
 
     def __del__(self) -> None:
         self._sock.close()
-
-    @property
-    def usable(self) -> bool:
-        """Whether requests can be sent, from within its own loop."""
-        return self._lost is None
 
     @property
     def is_down(self) -> bool:
@@ -290,7 +286,7 @@ class Channel:
                         found = self._assembled(request_id, reply)
                     else:
                         found = reply
-                if self._lost is not None:
+                if self.lost is not None:
                     raise self._lost_error()
                 if found is not None:
                     return found
@@ -312,7 +308,7 @@ class Channel:
             StoreClosedError: the server is gone.
             MessageTooLargeError: the message does not fit into a frame; nothing was sent.
         """
-        if self._lost is not None:
+        if self.lost is not None:
             raise self._lost_error()
         if self._is_down:  # requests are sent again in any case
             if not isinstance(message, m.Cancel) and getattr(message, "id", 0) == 0:
@@ -356,7 +352,7 @@ class Channel:
         try:
             yield
         except TimeoutError:
-            if self._lost is not None and limit.expired():
+            if self.lost is not None and limit.expired():
                 raise self._lost_error() from None
             raise
         finally:
@@ -371,21 +367,21 @@ class Channel:
 
         The descriptor stays open until the loop is collected, because the loop may still watch it.
         """
-        self._lost = self._lost or StoreClosedError("this client was closed")
+        self.lost = self.lost or StoreClosedError("this client was closed")
         if not self._closed:
             with suppress(OSError):  # the server has already closed it
                 self._sock.shutdown(socket.SHUT_RDWR)
 
     def discard(self) -> None:
         """Close this process's copy of the socket, without telling the server or the loop."""
-        self._lost = StoreClosedError("this connection belongs to the parent process")
+        self.lost = StoreClosedError("this connection belongs to the parent process")
         self._closed = True
         self._sock.close()
 
     # ---- inside ---------------------------------------------------------------------------
 
     def _lost_error(self) -> TorchStoreError:
-        lost = self._lost or StoreClosedError(self._gone_message)
+        lost = self.lost or StoreClosedError(self._gone_message)
         return type(lost)(lost.message)
 
     def _readable(self) -> None:
@@ -465,10 +461,10 @@ class Channel:
     def _lose_when_read(self, error: TorchStoreError) -> bool:
         """The server has closed the connection: handle what it sent before that. See _lose."""
         for _ in range(_MOST_READS):
-            if self._lost is not None or self._is_down:
+            if self.lost is not None or self._is_down:
                 break
             self._readable()
-        return self._lost is None and self._lose(error)
+        return self.lost is None and self._lose(error)
 
     def _disconnect(self) -> None:
         self.loop.remove_reader(self._sock.fileno())
@@ -482,7 +478,7 @@ class Channel:
         """Go on with a new connection, to a later life of the server, and send again what has not
         been answered. In the thread of the loop.
         """
-        if self._lost is not None or life <= self.life:
+        if self.lost is not None or life <= self.life:
             sock.close()
             return
         self.life = life
@@ -521,7 +517,7 @@ class Channel:
         if self._closed:
             return
         self._closed = True
-        self._lost = self._lost or error
+        self.lost = self.lost or error
         # A closed loop, or a closed socket, means that the channel is collected along with its
         # loop.
         was_down, self._is_down = self._is_down, False

@@ -260,7 +260,7 @@ class Beginning:
         made._ident = self.ident
         made._place = holder.place
         made._ticket = 0
-        holder.begin(self.ident, _UNKNOWN)
+        holder.live[self.ident] = _UNKNOWN
 
     def __enter__(self) -> Beginning:
         return self
@@ -282,7 +282,7 @@ class Beginning:
         made = self._ref
         made._ref = ref
         if made._holder is not None:
-            made._holder.begin(self.ident, ref)
+            made._holder.live[self.ident] = ref
         return made
 
 

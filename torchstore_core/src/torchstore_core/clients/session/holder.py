@@ -124,15 +124,11 @@ class Holder:
 
     # ---- any thread -----------------------------------------------------------------------
 
-    def begin(self, ident: int, ref: ObjectRef) -> None:
-        """A reference lives from now on."""
-        self.live[ident] = ref
-
     def claim(self, ident: int, ticket: int, ref: ObjectRef, where: str) -> None:
         """A reference has arrived. The server learns of it even if this process is killed now: it
         would count as in flight for as long as its sender lives.
         """
-        self.begin(ident, ref)
+        self.live[ident] = ref
         self._outbox.append(m.Claim(ident, ticket, ref.key, ref.version, ref.timeline, where))
         self._send_now()
 
@@ -140,7 +136,8 @@ class Holder:
         """A reference has ended. Safe in finalizers."""
         if self.live.pop(ident, None) is not None:
             self._outbox.append(ident)
-            self._flush_soon()
+            if not self._looks_again:
+                self._flush_soon()
 
     def _flush_soon(self) -> None:
         if self._wake is None:
@@ -329,6 +326,7 @@ class Holder:
         if self._wake is None and self._connection is not None:
             self._connection.close()  # nobody else does
         self._connection = self._wake = None
+        self._looks_again = False
         self._lock = threading.Lock()
         self._outbox.clear()
         self._unsent.clear()

@@ -14,6 +14,7 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Collection
+from typing import Protocol
 
 from torchstore_core.clients.session.allocation import Allocation
 from torchstore_core.clients.session.channel import Channel
@@ -41,6 +42,12 @@ from torchstore_core.wire.batches import Held, resumes
 from torchstore_core.wire.framing import FrameReader, encode
 
 log = logging.getLogger(__name__)
+
+
+class Call(Protocol):
+    """A call, and the session that it uses; None: it uses none yet."""
+
+    session: Session | None
 
 
 class Session:
@@ -104,7 +111,8 @@ class Session:
         self._channels_lost = False
         self._keeps_memory = False
         self._memory_is_kept = False  # the server knows
-        self._closing = False
+        #: Whether this process has closed it. New calls use another session.
+        self.closing = False
         self._warm: list[tuple[int, int, int]] = list(welcome.warm)
         self._reclaimer = Reclaimer(self, liveness, _place(address, welcome))
         #: What keeps versions alive for the references of this process.
@@ -156,34 +164,36 @@ class Session:
     @property
     def usable(self) -> bool:
         """Whether the server is there and the session belongs to this process, not a parent."""
-        return not self.lost and not self._closing
-
-    @property
-    def closing(self) -> bool:
-        """Whether this process has closed it. New calls use another session."""
-        return self._closing
+        return not self.lost and not self.closing
 
     @property
     def anonymous(self) -> str:
         """The participant name of this process, for puts that give none."""
         return f"pid {self.pid} {self.welcome.session.hex()[:8]}"
 
-    def use(self, call: object) -> bool:
-        """Register a call. Returns False if this process has closed the session.
+    def use(self, call: Call) -> Channel | None:
+        """Register a call, and return the running loop's channel. None, and does not register it,
+        if that has no open one, or this process has closed the session.
 
         Until the call leaves, the session keeps its leases and puts, so that no memory is reused
         while a thread still copies.
         """
+        channel = self.channel_here()
+        if channel is None:
+            return None
         self._uses.add(id(call))
-        if self._closing:  # checked last: the reclaimer may not have seen the call
+        if self.closing:  # checked last: the reclaimer may not have seen the call
             self.leave(call)
-            return False
-        return True
+            return None
+        before, call.session = call.session, self
+        if before is not None and before is not self:
+            before.leave(call)
+        return channel
 
-    def leave(self, call: object) -> None:
+    def leave(self, call: Call) -> None:
         """Unregister a call that has ended."""
         self._uses.discard(id(call))
-        if self._closing:
+        if self.closing:
             self._reclaimer.wake()
 
     def begin(self) -> int:
@@ -195,7 +205,7 @@ class Session:
     def end(self, ident: int) -> None:
         """Record that the put with this id has ended."""
         self._unfinished.discard(ident)
-        if self._closing:
+        if self.closing:
             self._reclaimer.wake()
 
     def channel_here(self) -> Channel | None:
@@ -204,7 +214,9 @@ class Session:
         known = self._channels.get(id(loop))
         channel = None if known is None else known()
         # An earlier loop may have had the same id().
-        return channel if channel is not None and channel.usable and channel.loop is loop else None
+        if channel is None or channel.lost is not None or channel.loop is not loop:
+            return None
+        return channel
 
     async def channel(self, timeout: float | None) -> Channel:
         """Return the running loop's channel, which is opened on first use."""
@@ -238,7 +250,7 @@ class Session:
         channel = Channel(sock, loop, self._gone_message, welcome.life, lost)
         self._channels[id(loop)] = weakref.ref(channel)
         # Checked only now: another thread that closes the session may not have seen this channel.
-        if self.lost or self._closing:
+        if self.lost or self.closing:
             channel.close()
             raise StoreClosedError(self._gone_message)
         return channel
@@ -253,12 +265,12 @@ class Session:
         """
         for number, known in self._channels.copy().items():
             channel = known()
-            if channel is None or not channel.usable or channel.unreachable:
+            if channel is None or channel.lost is not None or channel.unreachable:
                 if self._channels.get(number) is known:  # otherwise a new loop has the same id()
                     self._channels.pop(number, None)
                 if channel is not None and channel.loop.is_closed():
                     channel.close()
-                elif channel is not None and channel.usable:
+                elif channel is not None and channel.lost is None:
                     channel.shut_down()
 
     def inline_max(self, count: int = 1, *, on_device: bool = False) -> int:
@@ -426,7 +438,7 @@ class Session:
 
     @property
     def _is_idle(self) -> bool:
-        return self._closing and not (self._unfinished or self._uses)
+        return self.closing and not (self._unfinished or self._uses)
 
     def _reconnect_channels(self, liveness: socket.socket) -> None:
         """Give every channel of an earlier life of the server a new connection, as long as this
@@ -481,7 +493,7 @@ class Session:
         """If the session was closed and no call is in progress, close its connections; return
         whether that is so.
         """
-        if not self._closing or self._unfinished or self._uses:
+        if not self.closing or self._unfinished or self._uses:
             return False
         self._close_connections()
         return True
@@ -503,7 +515,7 @@ class Session:
         they finish first. The liveness connection stays open until the last call has ended and the
         last zero-copy tensor has died.
         """
-        self._closing = True
+        self.closing = True
         self.holder.ends_when_unused = True
         if now or not (self._uses or self._unfinished):
             self._close_connections()

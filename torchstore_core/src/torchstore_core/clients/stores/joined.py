@@ -60,6 +60,7 @@ class JoinedStore:
         connected: it was joined by ``connect``: leaving it ends nothing.
         observe: tells the observers of an operation; None: there are none.
         renewed: set once the store was found to have started again without its memory.
+        client: what the calls of the module use.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class JoinedStore:
         self.connected = False
         self.observe: Callable[[Operation], None] | None = None
         self.renewed: Renewed | None = None
+        self.client: Any = None
         self._incarnation = 0  # of the last session; 0: there was none
         self._session: Session | None = None
         self._earlier: weakref.WeakSet[Session] = weakref.WeakSet()  # with calls under way, maybe
@@ -112,14 +114,10 @@ class JoinedStore:
     def session_here(self) -> Session | None:
         """The session of this process, if it is open."""
         session = self._session
-        if session is None or not session.usable or self._is_exiting:
+        if session is None or session.lost or session.closing:
             return None
-        return session
-
-    @property
-    def _is_exiting(self) -> bool:
-        """Whether this process ends the store, because it exits. Its session may not know yet."""
-        return self.runtime is not None and self.runtime.exiting
+        # If this process ends the store, because it exits, the session may not know yet.
+        return None if self.runtime is not None and self.runtime.exiting else session
 
     async def session(self, timeout: float | None) -> Session:
         """The session of this process, opened when there is none.
@@ -135,7 +133,7 @@ class JoinedStore:
         try:
             made = await self._open(where, timeout)
         except StoreClosedError as error:
-            if self._is_exiting:
+            if self.runtime is not None and self.runtime.exiting:
                 raise StoreClosedError(
                     f"store {self.store_name!r} has ended with this process, which started it and "
                     "is exiting. What uses it at the exit must be registered (`atexit.register`) "
@@ -263,6 +261,7 @@ class JoinedStore:
     def close(self) -> None:
         """Leave the store for good."""
         self._closed = True
+        self.client = None  # which refers to it
         self.reset()
         with lock:  # a reset in another thread adds one
             earlier = list(self._earlier)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,16 +17,13 @@ from torchstore_core.clients.session.allocation import Allocation
 from torchstore_core.clients.session.channel import Channel
 from torchstore_core.clients.session.links import has_map_through, link_errors
 from torchstore_core.clients.session.session import Session
-from torchstore_core.clients.transfer.granting import begin_put, give_up_put
+from torchstore_core.clients.transfer.granting import PutOptions, give_up_put
 from torchstore_core.clients.transfer.sources import Source
 from torchstore_core.clients.values.tensors import describe, dtype_of, from_buffer
 from torchstore_core.contracts.transport import Mapping, SupportsMapThrough
 from torchstore_core.errors import TransportError, UnsupportedValueError
 from torchstore_core.machine import copying
 from torchstore_core.wire import messages as m
-
-if TYPE_CHECKING:
-    from torchstore_core.clients.transfer.puts import PutOptions
 
 # Less than this is copied sooner than it is mapped.
 _LEAST_BYTES = 1 << 20
@@ -66,8 +62,8 @@ async def allocate(
     done = False
     try:
         key = f"{_KEY}-{session.welcome.session.hex()}-{txn}"
-        put = m.Put(channel.next_id(), txn, [m.PutItem(key, meta, nbytes)])
-        granted = await begin_put(session, channel, put, 1, m.Granted, clock)
+        items = [m.PutItem(key, meta, nbytes)]
+        granted = await PutOptions().begin(session, channel, clock, txn, items, m.Granted)
         clock.phase("plan")
         found = await _mapped(session, granted.grants, nbytes)
         if found is None:

@@ -132,14 +132,17 @@ async def get_asks(
     """
     if not asks:
         return {}, []
-    wants = [ask.wire() for ask in asks]
+    wants: list[m.Want] = []
+    timelines: list[int] = []
     by_ref = False
     for ask in asks:
+        wants.append(ask.wire())
+        timelines.append(ask.timeline if ask.incarnation else -1)
         if ask.incarnation:
             by_ref = True
-            what = ask.key, ask.version, ask.incarnation
-            await check_incarnation(session, channel, clock, *what)
-    timelines = [ask.timeline if ask.incarnation else -1 for ask in asks] if by_ref else None
+            if ask.incarnation != session.welcome.incarnation:
+                what = ask.key, ask.version, ask.incarnation
+                await check_incarnation(session, channel, clock, *what)
     quick = len(wants) <= QUICK_ENTRIES
     leasing = Reading(session, channel, clock)
     while True:
@@ -147,19 +150,24 @@ async def get_asks(
             lease, most = leasing.lease, session.inline_max()
             request = (
                 m.Locate(channel.next_id(), lease, wants, most, leasing.avoid)
-                if timelines is None
+                if not by_ref
                 else m.LocateRefs(channel.next_id(), lease, wants, most, leasing.avoid, timelines)
             )
             located = await channel.call(request, m.Located, clock.left(), quick=quick)
-            clock.phase("plan")
-            if len(asks) == 1 and not located.leased:  # the usual case of small values
-                only = leasing.only(asks[0], located.entries)
+            entries, leasing.leased = located.entries, located.leased
+            if clock.measured is not None:
+                clock.measured.phase("plan")
+            if len(asks) == len(entries) == 1 and not located.leased:  # usual, of small values
+                only = from_reply(entries[0], asks[0].tensor, asks[0].part)
                 if only is not None:
-                    return {0: only}, located.entries
-            targets, whole, again = _targets(leasing, located.entries, located.leased, asks)
+                    if clock.measured is not None:
+                        clock.measured.moved(only.nbytes, "inline")
+                        clock.measured.phase("copy")
+                    return {0: only}, entries
+            targets, whole, again = _targets(leasing, entries, located.leased, asks)
             values = await leasing.read(targets, allow_pickle, whole)
             _check_same(values, again, asks)
-            return values, located.entries
+            return values, entries
 
 
 async def get_named(
@@ -283,22 +291,6 @@ def _is_filling(targets: Sequence[Target], plain: Sequence[Plain]) -> bool:
 class Reading(Leasing):
     """The lease of a get of tensors and objects."""
 
-    __slots__ = ()
-
-    def only(self, ask: ValueRequest, entries: list[m.Entry]) -> torch.Tensor | None:
-        """The one value that is wanted, if it is a small tensor that came with the reply; None if
-        it needs a :class:`Target`.
-        """
-        if ask.tensor is not None or ask.part is not None or len(entries) != 1:
-            return None
-        made = from_reply(entries[0])
-        if made is not None:
-            self._leased = False
-            if self._clock.measured is not None:
-                self._clock.measured.moved(made.nbytes, "inline")
-                self._clock.phase("copy")
-        return made
-
     async def read(
         self, targets: Sequence[Target], allow_pickle: bool, plain: Sequence[Plain] = ()
     ) -> dict[int, Any]:
@@ -308,7 +300,7 @@ class Reading(Leasing):
         Objects come before what is written to the user's tensors: one that cannot be rebuilt here
         ends the get before any of these has changed.
         """
-        measured = self._clock.measured
+        measured = self.clock.measured
         results = Results(allow_pickle=allow_pickle)
         rest = targets
         objects = [target for target in targets if target.codec is not None]
@@ -323,14 +315,14 @@ class Reading(Leasing):
         if plain:
             results.filled(plain)
         values = results.finish(rest)
-        self._clock.phase("copy")
+        self.clock.phase("copy")
         return values
 
     async def _read(
         self, targets: Sequence[Target], plain: Sequence[Plain], results: Results
     ) -> None:
         """Move the bytes of these that are not in the reply."""
-        if not self._leased:
+        if not self.leased:
             return
         batches = get_batches(targets, results, plain)
         results.waited = True
@@ -347,9 +339,9 @@ class Reading(Leasing):
         Args:
             tensors: the destinations; None: new tensors.
         """
-        self._count = len(columns)
-        if columns.volume in self._failed:  # there is no other copy
-            raise self._failed[columns.volume]
+        self.count = len(columns)
+        if columns.volume in self.failed:  # there is no other copy
+            raise self.failed[columns.volume]
         batch = batch_of(columns, tensors)
         if batch is None:
             return None
@@ -359,5 +351,5 @@ class Reading(Leasing):
             return None
         if tensors is not None:
             were_written(tensors)
-        self._clock.phase("copy")
+        self.clock.phase("copy")
         return batch.tensors

@@ -6,62 +6,27 @@ import asyncio
 import functools
 from collections.abc import Sequence
 
-import msgspec
-
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.calls.incarnations import refs_of
 from torchstore_core.clients.moving import executor
 from torchstore_core.clients.moving.batches import Batch
 from torchstore_core.clients.session.channel import QUICK_ENTRIES, Channel
-from torchstore_core.clients.session.held_ref import Lent
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.transfer.allocations import allocation_of, seal
 from torchstore_core.clients.transfer.columns.batches import ColumnsPut
-from torchstore_core.clients.transfer.columns.sources import TensorColumns
-from torchstore_core.clients.transfer.granting import begin_put, give_up_put
+from torchstore_core.clients.transfer.columns.sources import TensorColumns, total
+from torchstore_core.clients.transfer.granting import PutOptions, give_up_put, lent_in
 from torchstore_core.clients.transfer.moves import put_batches
 from torchstore_core.clients.transfer.sources import Source, inline_bytes, release
-from torchstore_core.errors import TorchStoreError
 from torchstore_core.values import ObjectRef
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.columns import in_a_row
-
-
-class PutOptions(msgspec.Struct, frozen=True, gc=False):
-    """How values are put.
-
-    Args:
-        version, group, when_full: see ``messages.Put``.
-        rewind: go back to that version, see ``messages.Rewind``.
-        held_as: put an object without a key, see ``messages.PutObject``.
-    """
-
-    version: int = 0
-    group: m.Publication | None = None
-    rewind: bool = False
-    when_full: int = 0
-    held_as: tuple[int, str] | None = None
-
-    def request(
-        self,
-        number: int,
-        txn: int,
-        items: list[m.PutItem],
-        lent: m.Lent,
-        columns: m.ItemColumns | None = None,
-    ) -> m.Put | m.PutObject:
-        """The message that begins the put."""
-        if self.held_as is not None:
-            return m.PutObject(number, txn, items[0], *self.held_as, self.when_full, lent)
-        kind = m.Rewind if self.rewind else m.Put
-        return kind(number, txn, items, self.version, self.group, self.when_full, columns, lent)
 
 
 async def put_sources(
     session: Session,
     channel: Channel,
     sources: Sequence[Source] | TensorColumns,
-    nbytes: int,
     clock: Clock,
     how: PutOptions,
 ) -> m.Committed:
@@ -75,20 +40,26 @@ async def put_sources(
         sealed = await seal(session, channel, *found, clock, how)
         if sealed is not None:
             return sealed
-    if rides_in_message(session, sources, nbytes):
+    if rides_in_message(session, sources):
         if type(sources) is TensorColumns:
             sources = sources.sources()
-        items = [source.item(inline_bytes(source)) for source in sources]
-        lent = InPut(session, channel, sources)
-        put = how.request(channel.next_id(), session.next_id(), items, lent.send())
+        items = []
+        for one in sources:
+            data = inline_bytes(one)
+            items.append(
+                m.PutItem(one.key, one.meta, one.nbytes, data, one.part, one.path, one.same_as)
+            )
+        lent = lent_in(session, channel, sources)
+        txn = session.next_id()
         try:
-            reply = await begin_put(session, channel, put, len(items), m.Committed, clock)
+            reply = await how.begin(session, channel, clock, txn, items, m.Committed, lent)
         except BaseException:
-            lent.undo(put.txn)
+            if lent is not None:
+                lent.undo(txn)
             raise
         if clock.measured is not None:
             clock.phase("plan")
-            clock.measured.moved(nbytes, "inline")
+            clock.measured.moved(total(sources), "inline")
         return reply
     with Putting(session, channel, sources, clock, how) as putting:
         await putting.begin()
@@ -96,65 +67,15 @@ async def put_sources(
         return await putting.commit()
 
 
-def rides_in_message(
-    session: Session, sources: Sequence[Source] | TensorColumns, nbytes: int
-) -> bool:
-    """Whether these values, of so many bytes, are put with one message. Nothing always is."""
-    if not nbytes:
-        return True
+def rides_in_message(session: Session, sources: Sequence[Source] | TensorColumns) -> bool:
+    """Whether these values are put with one message. Values without bytes always are."""
     if type(sources) is TensorColumns:
-        return nbytes <= session.inline_max(len(sources), on_device=sources.on_device)
-    return nbytes <= session.inline_max()
-
-
-class InPut:
-    """The references that are in the values of a put.
-
-    The put says what is lent, so the server knows what its values have in them whatever becomes of
-    the client. It does not know that of a put that it has refused, or has not read yet.
-
-    Raises:
-        UnsupportedValueError: one of them belongs to another store.
-    """
-
-    __slots__ = ("_channel", "_every", "_session", "_tickets")
-
-    def __init__(
-        self, session: Session, channel: Channel, sources: Sequence[Source] | TensorColumns
-    ) -> None:
-        self._session = session
-        self._channel = channel
-        self._every: list[Lent] = []
-        self._tickets: m.Lent = []
-        if type(sources) is TensorColumns:
-            return
-        for at, source in enumerate(sources):
-            if (lent := source.lent) is not None:
-                self._every.append(lent)
-                self._tickets.append((at, lent.at(source.key, session.holder.place)))
-
-    def send(self) -> m.Lent:
-        """What the put says, which is sent now."""
-        for lent in self._every:
-            lent.is_sent = True
-        return self._tickets
-
-    def undo(self, txn: int) -> None:
-        """The put was refused, or is given up. It may have been read, but is not read later."""
-        if not self._every:
-            return
-        give_up_put(self._session, self._channel, txn)
-        self.take_back()
-
-    def take_back(self) -> None:
-        """The put was aborted, too: nobody has the values, unless it was complete."""
-        tickets = [number for _, numbers in self._tickets for number in numbers]
-        try:
-            if tickets:
-                self._channel.send(m.TakeBack(tickets))
-        except TorchStoreError:
-            for lent in self._every:
-                lent.take_back()
+        most = session.inline_max(len(sources), on_device=sources.on_device)
+        return sources.nbytes <= most
+    nbytes = 0
+    for source in sources:
+        nbytes += source.nbytes
+    return not nbytes or nbytes <= session.inline_max()
 
 
 class Putting:
@@ -172,7 +93,7 @@ class Putting:
         self._channel = channel
         self._sources = sources
         self._entries = len(sources)
-        self._lent = InPut(session, channel, sources)
+        self._lent = lent_in(session, channel, sources)
         self.clock = clock
         self._how = how
         self._txn = session.begin()
@@ -192,15 +113,14 @@ class Putting:
             columns = self._sources.wire()
         else:
             items = [
-                m.PutItem(source.key, source.meta, source.nbytes, None, None, source.path)
-                if source.plain
-                else source.item(None if source.nbytes else b"")
-                for source in self._sources
+                m.PutItem(
+                    *(s.key, s.meta, s.nbytes, None if s.nbytes else b""),
+                    *(s.part, s.path, s.same_as),
+                )
+                for s in self._sources
             ]
-        lent = self._lent.send()
-        put = self._how.request(self._channel.next_id(), self._txn, items, lent, columns)
-        count = self._entries
-        granted = await begin_put(self._session, self._channel, put, count, m.Granted, self.clock)
+        where = self._session, self._channel, self.clock, self._txn
+        granted = await self._how.begin(*where, items, m.Granted, self._lent, columns)
         self._grants = granted.grants
         self.clock.phase("plan")
 
@@ -270,5 +190,6 @@ class Putting:
                 (batch.volume, batch.unsettled) for batch in self._batches if batch.unsettled
             ]
             give_up_put(self._session, self._channel, self._txn, unsettled)
-            self._lent.take_back()
+            if self._lent is not None:
+                self._lent.take_back()
         self._session.end(self._txn)

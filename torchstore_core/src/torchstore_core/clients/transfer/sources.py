@@ -28,7 +28,6 @@ from torchstore_core.clients.values.tensors import (
 from torchstore_core.errors import UnsupportedValueError
 from torchstore_core.machine.copying import Run
 from torchstore_core.values import TensorMeta, TensorSlice, ValueMeta
-from torchstore_core.wire import messages as m
 
 
 class Source(msgspec.Struct, frozen=True, gc=False):
@@ -52,10 +51,6 @@ class Source(msgspec.Struct, frozen=True, gc=False):
     cast: torch.dtype | None = None
     plain: bool = False
     lent: Lent | None = None
-
-    def item(self, data: bytes | None) -> m.PutItem:
-        """The description that is sent to the server."""
-        return m.PutItem(self.key, self.meta, self.nbytes, data, self.part, self.path, self.same_as)
 
     def runs(self, offset: int) -> list[Run]:
         """The contiguous runs of an object's bytes, if the first of them goes to ``offset``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -141,7 +142,7 @@ def plain_targets(
         parts: the requested parts of the entries; None: everything.
     """
     looked = look(tensors, memory=False)
-    kinds: dict[ValueMeta, tuple[TensorMeta, int]] = {}  # of new tensors
+    kinds: dict[ValueMeta, tuple[TensorMeta, torch.dtype, int]] = {}  # of new tensors
     found: list[Plain | None] = []
     add = found.append
     columns = zip(keys, entries, starts, tensors, parts, looked.metas, strict=True)
@@ -155,38 +156,37 @@ def plain_targets(
             kind = kinds.get(entry.meta)
             if kind is None:
                 kind = kinds[entry.meta] = _new_kind(entry.meta)
-            fits = entry.nbytes == kind[1]
+            fits = entry.nbytes == kind[2]
             add(Plain(at, position, key, entry, kind[0], None) if fits else None)
         else:
             add(None)
     return found
 
 
-def from_reply(entry: m.Entry) -> torch.Tensor | None:
+def from_reply(
+    entry: m.Entry, destination: object, wanted: TensorSlice | None
+) -> torch.Tensor | None:
     """A new tensor of a whole small value whose bytes the reply has; None if it is none, or needs
     a closer look: see :func:`resolve`.
     """
     data = entry.data
-    if data is None:
+    if data is None or destination is not None or wanted is not None:
         return None
-    meta, nbytes = _new_kind(entry.meta)
+    meta, dtype, nbytes = _new_kind(entry.meta)
     if not nbytes == entry.nbytes == len(data):
         return None
-    return from_buffer(bytearray(data), 0, meta.shape, dtype_of(meta, ""))
+    return from_buffer(bytearray(data), 0, meta.shape, dtype)
 
 
 @lru_cache(maxsize=4096)
-def _new_kind(meta: ValueMeta) -> tuple[TensorMeta, int]:
-    """Metadata and size of a new tensor; size -1 if it would not be plain, or may be mapped."""
-    if not isinstance(meta, TensorMeta):
-        return TensorMeta("", ()), -1
-    if min(meta.shape, default=1) < 1:
-        return meta, -1
-    try:
-        nbytes = math.prod(meta.shape) * dtype_of(meta, "").itemsize
-    except UnsupportedValueError:
-        return meta, -1
-    return meta, nbytes if nbytes < MAP_MIN else -1
+def _new_kind(meta: ValueMeta) -> tuple[TensorMeta, torch.dtype, int]:
+    """What a new tensor is, and its size; -1 if it would not be plain, or may be mapped."""
+    if isinstance(meta, TensorMeta) and min(meta.shape, default=1) > 0:
+        with contextlib.suppress(UnsupportedValueError):
+            dtype = dtype_of(meta, "")
+            nbytes = math.prod(meta.shape) * dtype.itemsize
+            return meta, dtype, nbytes if nbytes < MAP_MIN else -1
+    return TensorMeta("", ()), torch.uint8, -1
 
 
 def resolve(

@@ -40,8 +40,11 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _QUANTIZED = frozenset(d for name, d in _BY_NAME.items() if name.startswith(("qint", "quint")))
 # Dtypes that need a closer look.
 _ODD = _QUANTIZED | {dtype for dtype in _NAMES if dtype.is_complex}
-_fake_mode: Any = torch._C._get_dispatch_mode
-_FAKE: Any = torch._C._TorchDispatchModeKey.FAKE
+_dispatch: Any = torch._C
+#: Returns the ``FakeTensorMode`` that this is inside of, in which tensors have no data; or None.
+fake_mode: Callable[[], object] = partial(
+    _dispatch._get_dispatch_mode, _dispatch._TorchDispatchModeKey.FAKE
+)
 _ONLY_TUPLES, _ONLY_INTS = frozenset((tuple,)), frozenset((int,))
 _INT_END = 1 << 63
 # More than any process can address; from 2**63 on, torch's own arithmetic overflows.
@@ -147,17 +150,6 @@ def is_fake(tensor: torch.Tensor) -> bool:
     class takes long.)
     """
     return type(tensor).__name__ == "FakeTensor"
-
-
-def check_no_fake_mode() -> None:
-    """Raise UnsupportedValueError inside of a ``FakeTensorMode``: nothing is read or written there,
-    and new tensors have no data.
-    """
-    if _fake_mode(_FAKE) is not None:
-        raise UnsupportedValueError(
-            "values are neither put nor got inside of a FakeTensorMode, in which tensors have no "
-            "data; do it outside of that"
-        )
 
 
 def result_of(tensor: Any) -> torch.Tensor | None:
@@ -288,9 +280,7 @@ def from_buffer(
     Args:
         stride: None: that of contiguous tensors.
     """
-    numel = 1
-    for extent in shape:
-        numel *= extent
+    numel = math.prod(shape)
     if numel == 0:
         return torch.empty(shape, dtype=dtype, device="cpu")  # whatever the default device is
     if dtype in _BUFFER_DTYPES:

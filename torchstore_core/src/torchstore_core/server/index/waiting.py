@@ -20,20 +20,20 @@ _MOST_NAMES = 256
 
 
 class Waiting:
-    """All unanswered Wait requests of a store; false if there are none.
+    """All unanswered Wait requests of a store.
 
     Args:
         is_lost: returns whether a version can no longer be read; a Wait then waits for the next.
+
+    Attributes:
+        by_key: the requests by the keys that they wait for. Those who have waited longest come
+            first, and are answered first.
     """
 
     def __init__(self, catalog: Catalog, is_lost: Callable[[Stored], bool]) -> None:
         self._catalog = catalog
         self._is_lost = is_lost
-        # Those who have waited longest come first, and are answered first.
-        self._by_key: dict[str, dict[Waiter, None]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._by_key)
+        self.by_key: dict[str, dict[Waiter, None]] = {}
 
     def add(
         self,
@@ -61,7 +61,7 @@ class Waiting:
             reply(versions)
             return None
         for key in keys:
-            self._by_key.setdefault(key, {})[waiter] = None
+            self.by_key.setdefault(key, {})[waiter] = None
         return waiter
 
     def add_any(
@@ -87,7 +87,7 @@ class Waiting:
             return None
         waiter = Waiter(keys, 0, lambda versions: None, look=look, left=left)
         for key in waiter.keys:
-            self._by_key.setdefault(key, {})[waiter] = None
+            self.by_key.setdefault(key, {})[waiter] = None
         return waiter
 
     def _is_there(self, key: str, version: int, timeline: int) -> bool:
@@ -105,20 +105,20 @@ class Waiting:
     def forget(self, waiter: Waiter) -> None:
         """Drop a waiter without answering it."""
         for key in waiter.keys:
-            waiting = self._by_key.get(key)
+            waiting = self.by_key.get(key)
             if waiting is not None:
                 waiting.pop(waiter, None)
                 if not waiting:
-                    del self._by_key[key]
+                    del self.by_key[key]
 
     def wake(self, keys: Iterable[str], state_dicts: Iterable[str]) -> None:
         """Check the waiters again that wait for one of ``keys``, or for one of ``state_dicts`` or
         an entry of one, and answer those whose condition is met.
         """
         woken: dict[Waiter, int] = {}  # and how many of its keys have changed
-        changed = [waiting for key in keys if (waiting := self._by_key.get(key))]
+        changed = [waiting for key in keys if (waiting := self.by_key.get(key))]
         for base in state_dicts:
-            for key, waiting in self._by_key.items():
+            for key, waiting in self.by_key.items():
                 if key == base or key.startswith(f"{base}/"):
                     changed.append(waiting)
         for waiting in changed:
@@ -142,10 +142,10 @@ class Waiting:
         that they went back to, or for what follows a version that is gone, do so in vain.
         """
         for base, went_back in rewound:
-            keys = [key for key in self._by_key if key == base or key.startswith(f"{base}/")]
+            keys = [key for key in self.by_key if key == base or key.startswith(f"{base}/")]
             for key in keys:
                 newest = self._catalog.newest_version(key)
-                for waiter in list(self._by_key.get(key, ())):
+                for waiter in list(self.by_key.get(key, ())):
                     if waiter.timeline < 0:
                         in_vain = went_back and waiter.min_version > max(newest, 1)
                     else:

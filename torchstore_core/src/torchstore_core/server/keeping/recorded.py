@@ -393,10 +393,10 @@ class RecordedController(Controller):
     ) -> tuple[list[m.Entry] | m.EntryColumns, bool]:
         if self.spilling.active:  # it changes what is evicted next
             self._record(session.serial, request)
-            return super().locate(session, request)
+            return self._reads.locate(session, request)
         self._reading = session, request
         try:
-            entries, leased = super().locate(session, request)
+            entries, leased = self._reads.locate(session, request)
             if leased:
                 self._record_lease()
         finally:
@@ -406,10 +406,10 @@ class RecordedController(Controller):
     def fetch(self, session: SessionRecord, request: m.Fetch) -> m.Fetched:
         if self.spilling.active:
             self._record(session.serial, request)
-            return super().fetch(session, request)
+            return self._reads.fetch(session, request)
         self._reading = session, request
         try:
-            fetched = super().fetch(session, request)
+            fetched = self._reads.fetch(session, request)
             if fetched.leased:
                 self._record_lease()
         finally:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from torchstore_core.boxes import Box
 from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFacts
 from torchstore_core.errors import ProtocolError
 from torchstore_core.server.index.items import MOST_BYTES, PutItems, check_item
@@ -28,16 +29,15 @@ def checked_items(items: Sequence[m.PutItem]) -> tuple[int, int, list[int]]:
     placed = inline = 0
     sizes: list[int] = []
     for item in items:
-        nbytes = item.nbytes
-        if item.data is not None:
+        nbytes, data = item.nbytes, item.data
+        usual = 0 < nbytes < MOST_BYTES if data is None else len(data) == nbytes
+        if not (usual and 0 < len(item.key) <= m.MAX_KEY and type(item.meta) is TensorMeta):
             check_item(item)
+        if data is None:
+            sizes.append(nbytes)
+            placed += (nbytes + ALIGNMENT - 1) & -ALIGNMENT
+        else:
             inline += nbytes
-            continue
-        usual = 0 < nbytes < MOST_BYTES and 0 < len(item.key) <= m.MAX_KEY
-        if not usual or type(item.meta) is not TensorMeta:
-            check_item(item)
-        sizes.append(nbytes)
-        placed += (nbytes + ALIGNMENT - 1) & -ALIGNMENT
     if placed:
         _check_total(placed)
     return placed, inline, sizes
@@ -144,9 +144,10 @@ def find_place(
     """
     if len(volumes) == 1:
         volume = volumes[0]
-        if volume.closed:
+        if volume.lost or volume.draining:
             raise all_lost_error(strategy, volumes, [0])
-        if volume.used + placed + inline <= volume.info.capacity_bytes:
+        used = volume.allocator.used + volume.inline
+        if used + placed + inline <= volume.info.capacity_bytes:
             offsets = volume.allocator.allocate_all(placed, sizes)
             if offsets is not None:
                 return [Placement(range(len(items)), [(volume, offsets)], placed, inline)]
@@ -290,55 +291,44 @@ def _allocated(
 
 
 def placed_values(
-    items: Sequence[m.PutItem], facts: ClientFacts, placements: Sequence[Placement]
+    items: Sequence[m.PutItem],
+    facts: ClientFacts,
+    placements: Sequence[Placement],
+    boxes: Sequence[Box | None],
 ) -> tuple[list[Value], dict[int, int]]:
     """Return a value for each item, held by the put that creates it, and the bytes granted on each
     volume.
+
+    ``boxes``: of the items, see ``Value``; none if all of them are whole.
     """
     granted: dict[int, int] = {}
-    for placement in placements:
-        placement.copies[0][0].inline += placement.inline
-        if placement.placed:
-            for volume, _ in placement.copies:
-                granted[volume.index] = granted.get(volume.index, 0) + placement.placed
-    if len(placements) == 1:
-        return _values(items, facts, placements[0]), granted
-    made: dict[int, Value] = {}
-    for placement in placements:
-        members = [items[at] for at in placement.members]
-        made.update(zip(placement.members, _values(members, facts, placement), strict=True))
-    return [made[at] for at in range(len(items))], granted
-
-
-def _values(items: Sequence[m.PutItem], facts: ClientFacts, placement: Placement) -> list[Value]:
-    """Return the values of a placement whose members are ``items``."""
-    volume, offsets = placement.copies[0]
-    index = volume.index
-    if not offsets:  # all values are inline
-        return [
-            Value(item.key, item.meta, item.nbytes, index, item.data, -1, facts, uses=1)
-            for item in items
-        ]
-    others = placement.copies[1:]
-    if not others and type(items) is PutItems:
-        nowhere, none, one = repeat(None), repeat(0), repeat(1)
-        columns = items.keys, items.metas, items.sizes, repeat(index), nowhere, offsets
-        return list(map(Value, *columns, repeat(facts), none, repeat(0.0), none, one))
-    if not others and len(offsets) == len(items):  # the usual case, with many items
-        return [
-            Value(item.key, item.meta, item.nbytes, index, None, offset, facts, uses=1)
-            for item, offset in zip(items, offsets, strict=True)
-        ]
     values: list[Value] = []
-    at = 0
-    for item in items:
-        offset = -1
-        if item.data is None:
-            offset = offsets[at]
-            at += 1
-        value = Value(item.key, item.meta, item.nbytes, index, item.data, offset, facts)
-        value.uses = 1
-        if others and item.data is None:
-            value.more = tuple([(other.index, places[at - 1]) for other, places in others])
-        values.append(value)
-    return values
+    for placement in placements:
+        volume, offsets = placement.copies[0]
+        volume.inline += placement.inline
+        index, first = volume.index, len(values)
+        if type(items) is PutItems and len(placements) == 1:
+            nowhere, none, one = repeat(None), repeat(0), repeat(1)
+            columns = items.keys, items.metas, items.sizes, repeat(index), nowhere, offsets
+            values = list(map(Value, *columns, repeat(facts), none, repeat(0.0), none, one))
+        else:
+            each = iter(offsets)
+            for at in placement.members:
+                item = items[at]
+                key, meta, nbytes, data = item.key, item.meta, item.nbytes, item.data
+                offset = next(each) if data is None else -1
+                values.append(Value(key, meta, nbytes, index, data, offset, facts, uses=1))
+        if placement.placed:
+            for other, offsets in placement.copies:
+                granted[other.index] = granted.get(other.index, 0) + placement.placed
+                if other is not volume:
+                    placed = [value for value in values[first:] if value.data is None]
+                    for value, offset in zip(placed, offsets, strict=True):
+                        value.more = (*value.more, (other.index, offset))
+    if len(placements) > 1:
+        order = [at for placement in placements for at in placement.members]
+        values = [values[n] for n in sorted(range(len(order)), key=order.__getitem__)]
+    if boxes:
+        for value, box in zip(values, boxes, strict=True):
+            value.box = box
+    return values, granted

@@ -206,7 +206,7 @@ class Repairs:
             dropped = {id(v): v for v in values}.values()
             self.departures.leave(dropped, at)
             self.leavings.drop(dropped, at)
-        if leaving and len(self._spilling.room):
+        if leaving and self._spilling.room:
             self._spilling.retry_soon()
 
     def _settled(self, tracked: Tracked) -> None:

@@ -24,7 +24,7 @@ class Delayed(Exception):
         self._add(retry)
 
 
-class RoomQueue:
+class RoomQueue(deque[Callable[[], None]]):
     """Requests that wait for room in memory, which get it in the order in which they came.
 
     >>> queue = RoomQueue()
@@ -35,21 +35,18 @@ class RoomQueue:
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[Callable[[], None]] = deque()
+        super().__init__()
         self._again = False
         #: Whether a request is being retried that has waited.
         self.retrying = False
-
-    def __len__(self) -> int:
-        return len(self._waiting)
 
     def add(self, retry: Callable[[], None]) -> None:
         """Queue a request; one that is being retried keeps its place."""
         if self.retrying:
             self._again = True
-            self._waiting.appendleft(retry)
+            self.appendleft(retry)
         else:
-            self._waiting.append(retry)
+            self.append(retry)
 
     def retry(self) -> None:
         """Retry the requests, until there is no room for one."""
@@ -58,7 +55,7 @@ class RoomQueue:
         self.retrying = True
         self._again = False
         try:
-            while self._waiting and not self._again:
-                self._waiting.popleft()()
+            while self and not self._again:
+                self.popleft()()
         finally:
             self.retrying = False

@@ -257,7 +257,7 @@ class Spilling:
         self, nbytes: int, keys: Collection[str] = (), only: Collection[int] | None = None
     ) -> bool:
         """``only``: in these volumes; None: in any. Otherwise see :meth:`make_room`."""
-        if len(self.room) and not self.room.retrying:
+        if self.room and not self.room.retrying:
             raise self.delayed("others were waiting for room in memory before")
 
         def is_there(tracked: Tracked) -> bool:
@@ -281,7 +281,7 @@ class Spilling:
         if bytes_of[State.WRITING]:
             raise self.delayed(self._why_full(mover))
         held = sum(bytes_of[state] for state in State if state is not State.ON_DISK)
-        patient = not len(self.room) and not self.room.retrying
+        patient = not self.room and not self.room.retrying
         patient = patient or moments.monotonic() - self._last_progress < _PATIENCE_S
         if held + unfinished >= short and patient:
             raise self.delayed(self._why_full(mover))
@@ -382,14 +382,14 @@ class Spilling:
         return Delayed(why, self._add)
 
     def _add(self, retry: Callable[[], None]) -> None:
-        if not len(self.room) and not self.room.retrying:
+        if not self.room and not self.room.retrying:
             self._last_progress = moments.monotonic()
         self.room.add(retry)
         self._retry_later()
 
     def _retry_later(self) -> None:
         """Retry requests that wait for room even if nothing happens, so that they are refused."""
-        if not self._is_timed and len(self.room):
+        if not self._is_timed and self.room:
             self._is_timed = True
             self._later(_PATIENCE_S / 4, self._time_is_up)
 
@@ -409,7 +409,7 @@ class Spilling:
         """The mover has done something, or tried to."""
         if is_progress:
             self._progress()
-        elif len(self.room):
+        elif self.room:
             self.room.retry()
 
     def _progress(self) -> None:
@@ -417,7 +417,7 @@ class Spilling:
         self._retry_is_due = False
         self._last_progress = moments.monotonic()
         self._write_ahead()
-        if len(self.room):
+        if self.room:
             self.room.retry()
 
     def _write_ahead(self) -> None:

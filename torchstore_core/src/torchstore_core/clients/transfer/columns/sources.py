@@ -82,6 +82,8 @@ def keys_of(sources: Sequence[Source] | TensorColumns) -> list[str]:
     """The keys of what is to be put."""
     if type(sources) is TensorColumns:
         return sources.keys
+    if len(sources) == 1:  # very often
+        return [sources[0].key]
     return [source.key for source in sources]
 
 
@@ -89,6 +91,4 @@ def total(sources: Sequence[Source] | TensorColumns) -> int:
     """The bytes of what is to be put."""
     if type(sources) is TensorColumns:
         return sources.nbytes
-    if len(sources) == 1:  # very often
-        return sources[0].nbytes
     return sum([source.nbytes for source in sources])
