@@ -16,7 +16,8 @@ import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -306,6 +307,52 @@ def test_what_a_handler_raises_within_a_callback_ends_the_call(raises_out_of_tim
     with pytest.raises(_OutOfTimeError):
         thread_loops.run(waits(), "get")
     assert thread_loops.run(_one(), "get") == 1
+
+
+def test_an_alarm_at_any_line_of_a_call_leaves_nothing_to_the_next(
+    plain_ctrl_c: None, raises_out_of_time: None
+) -> None:
+    """One that came before the task had begun left it to the next call, which then executed both:
+    a put that had been interrupted overwrote what was put after it. One that came while handlers
+    were replaced left some of them replaced, and the next Ctrl-C had no effect.
+    """
+    lines = 0
+    begun: list[int] = []
+
+    async def begins(at: int) -> int:
+        begun.append(at)
+        return at
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal lines
+        if frame.f_code.co_filename != thread_loops.__file__:
+            return None
+        if event == "line":
+            lines -= 1
+            if not lines:
+                signal.raise_signal(signal.SIGALRM)
+        return trace
+
+    before = sys.gettrace()
+    for at in range(1, 1000):
+        lines, call = at, begins(at)
+        sys.settrace(trace)
+        try:
+            assert thread_loops.run(call, "get") == at
+            ended = True
+        except _OutOfTimeError:
+            ended = False
+        finally:
+            sys.settrace(before)
+            call.close()  # of one that has not begun, Python would warn
+        so_far = list(begun)
+        assert thread_loops.run(_one(), "get") == 1
+        assert begun == so_far, at
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, at
+        if lines > 0:
+            break
+        assert not ended, at
+    assert at > 50
 
 
 def test_an_alarm_that_raises_ends_a_call(bare: blocking.Client, raises_out_of_time: None) -> None:

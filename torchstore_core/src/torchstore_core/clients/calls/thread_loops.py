@@ -111,10 +111,9 @@ def run(call: Coroutine[Any, Any, T], name: str) -> T:
     if thread_loop is None or thread_loop.loop.is_closed():
         thread_loop = _local.loop = _ThreadLoop()
     loop = thread_loop.loop
-    task = loop.create_task(call)
     if threading.current_thread() is threading.main_thread():  # others handle no signals
-        return _run_interruptible(loop, task)
-    return _run(loop, task)
+        return _run_interruptible(loop, call)
+    return _run(loop, loop.create_task(call))
 
 
 def _run(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T:
@@ -138,16 +137,19 @@ def _drain(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
 
 
-def _run_interruptible(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T:
+def _run_interruptible(loop: asyncio.AbstractEventLoop, call: Coroutine[Any, Any, T]) -> T:
     """Like asyncio.run with Ctrl-C, for every signal: what a handler raises first cancels the task,
     instead of interrupting it in the middle of a line; the second time it does interrupt it. What
     is raised when the task is done is raised afterwards.
 
     asyncio would log what is raised within a callback, and go on without it. Raised while a reply
-    is handed over, it would leave the task waiting for ever, even for its cancellation.
+    is handed over, it would leave the task waiting for ever, even for its cancellation. Raised
+    before the task has begun, it would leave the task to the next call of this thread.
     """
     raised: BaseException | None = None
     over = False
+    task: asyncio.Task[T] | None = None
+    handlers: dict[int, tuple[Callable[..., object], Callable[..., object]]] = {}
 
     def held_back(handler: Callable[..., object]) -> Callable[[int, FrameType | None], None]:
         def handle(signum: int, frame: FrameType | None) -> None:
@@ -159,20 +161,20 @@ def _run_interruptible(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -
                     raise
                 raised = error
                 # Later, as a callback may be about to end what the task waits for.
-                if not task.done():
+                if task is not None and not task.done():
                     loop.call_soon_threadsafe(task.cancel)
 
         return handle
 
-    handlers = {
-        signum: (handler, held_back(handler))
-        for signum in _SIGNALS
-        if callable(handler := _signal.getsignal(signum))
-    }
-    for signum, (_, ours) in handlers.items():
-        _signal.signal(signum, ours)
     try:
-        _run(loop, task)
+        for signum in _SIGNALS:
+            if callable(handler := _signal.getsignal(signum)):
+                handlers[signum] = handler, held_back(handler)
+                _signal.signal(signum, handlers[signum][1])
+        task = loop.create_task(call)
+        if raised is not None:  # before there was a task
+            task.cancel()
+        result = _run(loop, task)
     except asyncio.CancelledError:
         if raised is None:
             raise
@@ -181,12 +183,26 @@ def _run_interruptible(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -
             raise
         raised.__cause__ = error
     finally:
-        over = True
-        for signum, (handler, ours) in handlers.items():
-            if _signal.getsignal(signum) is ours:  # a handler may have set another one
-                _signal.signal(signum, handler)
+        if task is None:
+            call.close()
+        late: BaseException | None = None
+        while handlers:  # whatever those raise that have been set back
+            try:
+                over = True
+                while handlers:
+                    signum, (handler, ours) = next(iter(handlers.items()))
+                    if _signal.getsignal(signum) is ours:  # a handler may have set another one
+                        _signal.signal(signum, handler)
+                    del handlers[signum]
+            except BaseException as error:  # noqa: BLE001 - raised below
+                late = error
+        if late is not None:
+            try:
+                raise late
+            finally:
+                late = None  # as below
     if raised is None:
-        return task.result()
+        return result
     _drain(loop)  # the cancellation may have come too late, and would keep the task
     try:
         raise raised
