@@ -344,10 +344,10 @@ def test_an_alarm_at_any_line_of_a_call_leaves_nothing_to_the_next(
             ended = False
         finally:
             sys.settrace(before)
-            call.close()  # of one that has not begun, Python would warn
         so_far = list(begun)
         assert thread_loops.run(_one(), "get") == 1
         assert begun == so_far, at
+        call.close()  # of one that has not begun, Python would warn
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, at
         if lines > 0:
             break
