@@ -169,6 +169,25 @@ def test_a_directory_of_somebody_else_is_refused(base: Path) -> None:
         runtime_directory()
 
 
+@needs_root
+def test_a_directory_that_one_may_not_look_into_is_named(base: Path) -> None:
+    """As in a user namespace, where the directories of all other users seem to be one's own."""
+    base.mkdir()
+    base.chmod(0)
+    for path in (base.parent, base):
+        os.chown(path, NOBODY, NOBODY)
+
+    def looking() -> str:
+        try:
+            return f"found {asyncio.run(ts.stores())}"
+        except ConfigurationError as error:
+            return error.message
+
+    said = as_uid(NOBODY, looking)
+    assert f"may not look into {base}," in said
+    assert "XDG_RUNTIME_DIR" in said
+
+
 async def test_a_store_does_not_start_in_a_directory_of_others(base: Path) -> None:
     base.mkdir()
     base.chmod(0o755)

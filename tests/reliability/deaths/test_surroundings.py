@@ -296,6 +296,18 @@ async def test_names_in_any_script_where_the_locale_has_only_ascii(monkeypatch: 
     assert out.split() == ["done"]
 
 
+async def test_a_directory_whose_name_is_no_text_is_named(monkeypatch: pytest.MonkeyPatch):
+    """It would be a part of addresses. A name in UTF-8 is none where the locale has only ASCII."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        folder = os.fsdecode(os.fsencode(short) + b"/\xff")
+        os.mkdir(folder)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        with pytest.raises(ts.ConfigurationError, match="it is no text") as raised:
+            await ts.initialize(store_name="nameless", capacity=MB, prefault=0)
+        assert ascii(folder)[1:-1] in raised.value.message
+        assert os.listdir(f"{folder}/torchstore") == []
+
+
 async def test_what_a_site_prints_is_not_the_word_of_the_server(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):

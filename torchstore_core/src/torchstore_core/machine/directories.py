@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -36,15 +37,17 @@ class PrivateDirectory:
             new one.
 
     Raises:
-        ConfigurationError: see :func:`runtime_directory`.
+        ConfigurationError: its path is no text; or see :func:`runtime_directory`.
     """
 
     def __init__(self, given: str | None = None) -> None:
         self._own = given is None
         if given is not None:
             self.path = Path(given).absolute()
+            _check_text(self.path)
             return
         base = runtime_directory()
+        _check_text(base)
         remove_stale(base)
         with explained():
             self.path = Path(tempfile.mkdtemp(dir=base))
@@ -88,8 +91,8 @@ def runtime_directory() -> Path:
     """Return the directory of this user (mode 0700) that holds one directory per running server.
 
     Raises:
-        ConfigurationError: it belongs to another user, other users have access to it, or it cannot
-            be made.
+        ConfigurationError: it belongs to another user, other users have access to it, this
+            process has none, or it cannot be made.
     """
     with explained():
         path = _made_directory()
@@ -98,7 +101,24 @@ def runtime_directory() -> Path:
         raise ConfigurationError(
             f"{path} must be a directory of yours with mode 0700; remove it or set XDG_RUNTIME_DIR"
         )
+    if not os.access(path, os.R_OK | os.X_OK):  # in a user namespace, all strangers look like one
+        raise ConfigurationError(
+            f"this process may not look into {path}, where the sockets of stores are; set "
+            "XDG_RUNTIME_DIR to another directory"
+        )
     return path
+
+
+def _check_text(path: Path) -> None:
+    """Check that a path can be a part of an address, which is text."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigurationError(
+            f"{str(path)!a} cannot hold the sockets of a store: in the encoding of this process "
+            f"({sys.getfilesystemencoding()}) it is no text, which addresses are. Set "
+            "XDG_RUNTIME_DIR to another directory, or PYTHONUTF8=1 if its name is UTF-8"
+        ) from error
 
 
 @contextlib.contextmanager

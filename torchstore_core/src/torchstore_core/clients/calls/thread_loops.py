@@ -143,7 +143,8 @@ def _run_interruptible(loop: asyncio.AbstractEventLoop, call: Coroutine[Any, Any
     is raised when the task is done is raised afterwards.
 
     asyncio would log what is raised within a callback, and go on without it. Raised while a reply
-    is handed over, it would leave the task waiting for ever, even for its cancellation.
+    is handed over, it would leave the task waiting for ever, even for its cancellation. Raised
+    before the task has begun, it would leave the task to the next call of this thread.
     """
     task: asyncio.Task[T] | None = None
     raised: BaseException | None = None
