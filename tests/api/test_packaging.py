@@ -257,7 +257,7 @@ def test_distributions_declare_ranges_and_their_doors():
     core = importlib.metadata.distribution("torchstore-core")
     runtime = [line for line in core.requires or [] if "extra ==" not in line]
     names = {re.split(r"[^\w-]", line, maxsplit=1)[0] for line in runtime}
-    needed = {"torch", "msgspec", "pluggy", "sortedcontainers"}
+    needed = {"torch", "msgspec", "packaging", "pluggy", "sortedcontainers"}
     assert needed <= names <= {*needed, "uvloop"}
     for name in SOURCES:
         distribution = importlib.metadata.distribution(name.replace("_", "-"))

@@ -6,21 +6,10 @@ cannot be imported, which tells nobody what to install.
 
 from __future__ import annotations
 
-import operator
 import re
 
 #: The distribution whose releases those of plug-ins have to fit.
 CORE = "torchstore-core"
-
-_CORE_LINE = re.compile(r"torchstore[-_.]core\s*(?:\[[^]]*\])?\s*\(?([^;()]*)", re.I)
-_BOUND = re.compile(r"(>=|<=|==|<|>)\s*(\d+(?:\.\d+)*)\s*\Z")
-_HOLDS = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    "==": operator.eq,
-    "<": operator.lt,
-    ">": operator.gt,
-}
 
 
 def misfit(distribution: str) -> str:
@@ -30,18 +19,24 @@ def misfit(distribution: str) -> str:
     >>> misfit("torchstore-core")
     ''
     """
-    from importlib import metadata  # a server has no use for it, unless something is wrong
+    # A server has no use for them, unless something is wrong.
+    from importlib import metadata
+
+    from packaging.requirements import InvalidRequirement, Requirement
+    from packaging.utils import canonicalize_name
 
     try:
-        requires = metadata.requires(distribution) or []
+        requires = [Requirement(line) for line in metadata.requires(distribution) or []]
         version, here = metadata.version(distribution), metadata.version(CORE)
-    except (metadata.PackageNotFoundError, ValueError):  # ValueError: no name at all
+    except (metadata.PackageNotFoundError, InvalidRequirement, ValueError):  # ValueError: no name
         return ""
-    for line in requires:
-        found = _CORE_LINE.match(line)
-        if found is not None and not _fits(here, found[1]):
+    for one in requires:
+        applies = one.marker is None or one.marker.evaluate({"extra": ""})
+        if canonicalize_name(one.name) != CORE or not applies:
+            continue
+        if not one.specifier.contains(here, prereleases=True):
             return (
-                f"{distribution} {version} requires {CORE} {found[1].strip()}, and {here} is "
+                f"{distribution} {version} requires {CORE} {one.specifier}, and {here} is "
                 "installed: install releases that fit together"
             )
     return ""
@@ -54,27 +49,3 @@ def misfit_of(path: str) -> str:
     ''
     """
     return misfit(re.split(r"[.:]", path, maxsplit=1)[0].replace("_", "-"))
-
-
-def _fits(version: str, bounds: str) -> bool:
-    """Tell whether a version lies within bounds, of which only plain comparisons count.
-
-    >>> _fits("0.2.0", ">=0.1.0,<0.2"), _fits("0.1.10", ">=0.1.9,<0.2"), _fits("1.0", "~=2.0")
-    (False, True, True)
-    """
-    here = _numbers(version)
-    found = [_BOUND.match(bound.strip()) for bound in bounds.split(",")]
-    return all(_HOLDS[one[1]](here, _numbers(one[2])) for one in found if one is not None)
-
-
-def _numbers(version: str) -> list[int]:
-    """Return the release numbers of a version, of which trailing zeros say nothing.
-
-    >>> _numbers("1.2.0rc1"), _numbers("1.2") < _numbers("1.2.3")
-    ([1, 2], True)
-    """
-    found = re.match(r"\d+(\.\d+)*", version)
-    numbers = [int(number) for number in found[0].split(".")] if found is not None else []
-    while numbers and not numbers[-1]:
-        numbers.pop()
-    return numbers
