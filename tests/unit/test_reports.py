@@ -62,6 +62,6 @@ def test_they_are_printed_for_people() -> None:
         "volume v-0: 64 B of 4.0 KiB used, 0 B leased, 0 B being written",
         "no keeper: all of this is lost if the server dies",
         "1 unfinished version, 5 B",
-        "  version 4 of 'k': not whole yet: done 1 of 2, writing 0, nothing from 1, boxes "
-        "missing 1 (the first: w[5]+[5])",
+        "  version 4 of 'k': not whole yet: 1 of 2 done, 0 writing, nothing from participant "
+        "1, boxes missing 1 (the first: w[5]+[5])",
     ]

@@ -359,7 +359,7 @@ async def test_unfinished_versions_are_shown(store: ts.Client):
     page = (await torchstore("status")).out
     assert "1; 2 unfinished versions, 2.0 KiB" in page
     (line,) = [line for line in page.splitlines() if line.startswith("policy ")]
-    assert line.endswith("not whole yet: done 1 of 3, writing 0, nothing from 0, 2")
+    assert line.endswith("not whole yet: 1 of 3 done, 0 writing, nothing from participants 0, 2")
     await store.put_state_dict(part, "policy", participants=3, participant=0)
     await store.put_state_dict(part, "policy", participants=3, participant=2)
     await store.delete("t")

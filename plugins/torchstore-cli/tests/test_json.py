@@ -140,8 +140,8 @@ async def test_status_and_stat_are_printed_readably(
     assert re.fullmatch(rf"keeper pid {status.keeper_pid}, its log \S+ .?i?B", lines[3])
     assert lines[4:] == [
         "1 unfinished version, 12 B",
-        "  version 1 of 'half': not whole yet: done 1 of 9, writing 0, nothing from "
-        "0, 2, 3, 4, 5 and 3 more",
+        "  version 1 of 'half': not whole yet: 1 of 9 done, 0 writing, nothing from "
+        "participants 0, 2, 3, 4, 5 and 3 more",
     ]
     tensor = str(await shared.stat("model/w")).splitlines()
     assert tensor[0] == "'model/w' version 1: bfloat16 256×512, 256 KiB"

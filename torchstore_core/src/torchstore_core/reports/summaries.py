@@ -31,11 +31,11 @@ class Printer(Protocol):
 def pending_text(p: Pending) -> str:
     """Describe what an unfinished version waits for."""
     done = f"{len(p.committed)}" + (f" of {p.participants}" if p.participants else "")
-    text = f"not whole yet: done {done}, writing {len(p.writing)}"
+    text = f"not whole yet: {done} done, {len(p.writing)} writing"
     if p.missing_participants:
         more = len(p.missing_participants) - MOST_SHOWN
         names = ", ".join(p.missing_participants[:MOST_SHOWN]) + (f" and {more} more" * (more > 0))
-        text += f", nothing from {names}"
+        text += f", nothing from participant{'s' * (len(p.missing_participants) > 1)} {names}"
     if p.missing:
         name, offset, shape = p.missing[0]
         text += f", boxes missing {len(p.missing)} (the first: {name}{list(offset)}+{list(shape)})"
