@@ -19,24 +19,28 @@ def misfit(distribution: str) -> str:
     >>> misfit("torchstore-core")
     ''
     """
+    try:
+        return _misfit(distribution)
+    except Exception:  # noqa: BLE001 - no such distribution, no descriptor left: nothing to add
+        return ""
+
+
+def _misfit(distribution: str) -> str:
     # A server has no use for them, unless something is wrong.
     from importlib import metadata
 
-    from packaging.requirements import InvalidRequirement, Requirement
+    from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
-    try:
-        requires = [Requirement(line) for line in metadata.requires(distribution) or []]
-        version, here = metadata.version(distribution), metadata.version(CORE)
-    except (metadata.PackageNotFoundError, InvalidRequirement, ValueError):  # ValueError: no name
-        return ""
-    for one in requires:
-        applies = one.marker is None or one.marker.evaluate({"extra": ""})
-        if canonicalize_name(one.name) != CORE or not applies:
+    version, here = metadata.version(distribution), metadata.version(CORE)
+    for line in metadata.requires(distribution) or []:
+        wanted = Requirement(line)
+        applies = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
+        if canonicalize_name(wanted.name) != CORE or not applies:
             continue
-        if not one.specifier.contains(here, prereleases=True):
+        if not wanted.specifier.contains(here, prereleases=True):
             return (
-                f"{distribution} {version} requires {CORE} {one.specifier}, and {here} is "
+                f"{distribution} {version} requires {CORE} {wanted.specifier}, and {here} is "
                 "installed: install releases that fit together"
             )
     return ""
