@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -149,7 +148,7 @@ def test_a_take_on_another_host(place: str) -> None:
     assert names(f"{place}/1") == []
 
 
-def test_a_claim_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_claim_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claims, "_RENEWED_S", 0.01)
     storage = open_storage(tmp_path / "0")
     storage.prepare(durable=False)
@@ -157,10 +156,7 @@ def test_a_claim_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     claim = Claim(storage, take)
     path = tmp_path / "0" / claim_file(take)
     os.utime(path, (1, 1))
-    deadline = time.monotonic() + 30
-    while path.stat().st_mtime < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert path.stat().st_mtime > 2
+    await until(lambda: path.stat().st_mtime > 2, 30)
     claim.release()
     assert not path.exists()
 
