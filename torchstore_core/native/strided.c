@@ -7,6 +7,8 @@
 #include <string.h>
 
 #define MOST_DIMS 64
+/* A transposed block with at most so many rows is copied as it is: kernels of 3 × 3, say. */
+#define FEW 16
 
 typedef struct {
     size_t extent;
@@ -35,6 +37,12 @@ typedef struct {
         }                                                                                          \
     }                                                                                              \
     static void block_##name(char *dst, const char *src, Dim down, Dim across) {                   \
+        if (across.extent <= FEW) { /* few sources, each read on and on */                         \
+            for (size_t k = 0; k < down.extent; k++, dst += down.to, src += sizeof(type))          \
+                for (size_t i = 0; i < across.extent; i++)                                         \
+                    memcpy(dst + i * sizeof(type), src + (ptrdiff_t)i * across.of, sizeof(type));  \
+            return;                                                                                \
+        }                                                                                          \
         type block[side][side + 16 / sizeof(type)]; /* rows in different sets of the cache */      \
         for (size_t i = 0; i < across.extent; i++) {                                               \
             const char *of = src + (ptrdiff_t)i * across.of;                                       \

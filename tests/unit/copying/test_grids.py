@@ -113,6 +113,25 @@ def test_elements_of_sixteen_bytes(shape: tuple[int, ...]) -> None:
     assert torch.equal(into, source)
 
 
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("kernel", [(3, 3), (4, 4), (5, 5)])  # 9, 16 and 25 rows of a block
+def test_kernels_of_convolutions(kernel: tuple[int, int], dtype: torch.dtype) -> None:
+    """Between ``channels_last`` and row-major, and nothing beside them."""
+    source = torch.randint(1, 120, (6, 70, *kernel)).to(dtype)
+    beside = torch.zeros(8, 70, *kernel, dtype=dtype)
+    last = torch.channels_last
+    for of, whole in (
+        (source.to(memory_format=last), beside),
+        (source, beside.to(memory_format=last)),
+    ):
+        copy = tensors.elements_of(whole[1:7], of)
+        assert copy is not None
+        copy()
+        assert torch.equal(whole[1:7], source)
+        assert not whole[::7].any()
+
+
 def test_what_the_compiled_copy_does_not_take_raises() -> None:
     native = pytest.importorskip("torchstore_core._native")
     for numbers in ([], [0, 0], [0, 0, 3], [0, 0, 4, 1], [0, 0, 4, *[1, 1, 1] * 65]):
