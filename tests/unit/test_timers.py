@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -37,3 +41,25 @@ async def test_how_long_the_process_stands_still_does_not_count() -> None:
     async with within(0.2):
         await turn()
         time.sleep(1.0)  # as if it had been stopped
+
+
+async def test_how_long_another_process_waits_for_a_processor_does_not_count() -> None:
+    """Of four that have one processor, each waits for three quarters of the time."""
+    spin = (
+        "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); print(flush=True)\n"
+        "while True: pass"
+    )
+    with contextlib.ExitStack() as stack:
+        spinning = []
+        for _ in range(4):
+            process = subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE)
+            stack.callback(process.communicate)
+            stack.callback(process.kill)
+            spinning.append(process)
+        for process in spinning:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"\n"
+        for done_by, in_time in ((os.getpid(), False), (spinning[0].pid, True)):
+            work = asyncio.ensure_future(asyncio.sleep(2.0))
+            assert await ends_within(work, 1.0, done_by=done_by) == in_time
+            work.cancel()

@@ -42,11 +42,12 @@ class Neighbour:
 
     LARGE = 300_000
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, server: int) -> None:
         self.rounds = 0
         self.late = 0
         self.error: BaseException | None = None
         self._address = address
+        self._server = server
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -63,7 +64,7 @@ class Neighbour:
         try:
             while not self._stop.is_set():
                 using = asyncio.ensure_future(self._use(client, large))
-                self.late += not await ends_within(using, 3.0)
+                self.late += not await ends_within(using, 3.0, done_by=self._server)
                 await using
                 self.rounds += 1
                 await asyncio.sleep(0.001)  # leave the attackers some of the processor
@@ -103,7 +104,7 @@ class Target:
         ready = msgspec.json.decode(self.process.stdout.readline())
         assert ready["pid"] == self.process.pid
         self.address: str = ready["address"]
-        self.neighbour = Neighbour(self.address)
+        self.neighbour = Neighbour(self.address, self.process.pid)
 
     def close(self) -> None:
         self.neighbour.stop()

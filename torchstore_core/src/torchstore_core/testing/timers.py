@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -18,16 +17,46 @@ __all__ = ["clock", "ends_within", "within"]
 _SLICE_S = 0.02
 
 
-async def ends_within(work: asyncio.Future[Any], seconds: float) -> bool:
+async def ends_within(
+    work: asyncio.Future[Any], seconds: float, *, done_by: int | None = None
+) -> bool:
     """Return whether ``work`` ends before a timer that begins now: where the machine is too busy
     for either, both are late. The timer is one of many short ones, one after the other: each waits
     for a processor as ``work`` does, and for how long this process stands still does not count.
+
+    Nor does for how long the main thread of ``done_by``, the process that is at work, waits for a
+    processor or for a disk: one that has much to do waits longer than a timer that sleeps most of
+    the time.
     """
-    for _ in range(math.ceil(seconds / _SLICE_S)):
+    waited = _Waits(f"/proc/{done_by}") if done_by is not None else None
+    left = seconds
+    while left > 0:
         await asyncio.wait([work], timeout=_SLICE_S)
         if work.done():
             return True
-    return work.done()
+        left -= _SLICE_S - (waited.meanwhile() if waited is not None else 0.0)
+    return False
+
+
+class _Waits:
+    """For how long the main thread of a process could not run, slice by slice."""
+
+    def __init__(self, process: str) -> None:
+        self._process = Path(process)
+        self._for_processors = _waited_for_processors(self._process)
+
+    def meanwhile(self) -> float:
+        """Seconds since the last call; those for a disk are whole slices."""
+        before, self._for_processors = (
+            self._for_processors,
+            _waited_for_processors(self._process),
+        )
+        try:
+            stat = (self._process / "stat").read_text()
+        except OSError:  # it has ended
+            return 0.0
+        for_disks = _SLICE_S if stat.rpartition(")")[2].split()[0] == "D" else 0.0
+        return self._for_processors - before + for_disks
 
 
 @contextlib.asynccontextmanager
@@ -49,8 +78,13 @@ async def within(seconds: float) -> AsyncIterator[None]:
 
 def clock() -> float:
     """Seconds, which stop while this thread waits for a processor: that is the machine's fault."""
+    thread = Path(f"/proc/self/task/{threading.get_native_id()}")
+    return time.perf_counter() - _waited_for_processors(thread)
+
+
+def _waited_for_processors(task: Path) -> float:
+    """Seconds; 0 where the kernel does not count them, or the task has ended."""
     try:
-        counts = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()
-    except OSError:  # nobody counts
-        return time.perf_counter()
-    return time.perf_counter() - int(counts[1]) / 1e9
+        return int((task / "schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
