@@ -269,9 +269,9 @@ async def test_objects_in_pieces_arrive_whole(shared, count):
         assert same(got[name], value)
 
 
-async def test_an_object_does_not_keep_its_lease(shared):
+async def test_an_object_without_large_arrays_does_not_keep_its_lease(shared):
     """It is read where it is stored, and nothing of it is left there."""
-    await ts.put("o", {"large": BLOB, "array": np.ones(200_000)})
+    await ts.put("o", {"large": BLOB, "array": np.ones(2_000), "text": "x" * 200_000})
     got = await ts.get("o")
     await until(nothing_leased)
     await ts.put("o", 1)

@@ -13,6 +13,7 @@ import threading
 import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tests.processes import run_script
@@ -173,6 +174,106 @@ async def test_small_and_in_place_gets_lease_nothing(shared):
     assert await leased() == 0
     assert small.all()
     assert filled.all()
+
+
+# ---- inside of objects ----------------------------------------------------------------------
+
+
+class Rollout:
+    def __init__(self) -> None:
+        self.observations = np.arange(NUMEL)
+        self.logits = torch.arange(NUMEL)
+
+
+def _objects() -> dict[str, object]:
+    made = Rollout()
+    return {
+        "array": made.observations,
+        "plain": {"step": 7, "observations": [made.observations]},
+        "tensors": [made.logits, made.logits.to(torch.bfloat16)],
+        "own class": made,
+        "by value": {"logits": made.logits, "policy": lambda x: x + 1},
+    }
+
+
+def _memory_of(value: object) -> np.ndarray | torch.Tensor:
+    """The first large array or tensor of one of these."""
+    match value:
+        case Rollout():
+            return value.logits
+        case dict():
+            return _memory_of(value.get("observations", value.get("logits")))
+        case list():
+            return _memory_of(value[0])
+    assert isinstance(value, np.ndarray | torch.Tensor)
+    return value
+
+
+@pytest.mark.parametrize("name", _objects())
+async def test_large_arrays_and_tensors_in_objects_are_not_copied_either(shared, name):
+    value = _objects()[name]
+    await ts.put("o", value)
+    mine, other = await ts.get("o"), await ts.get("o")
+    assert await leased() >= NUMEL * 8, "they were copied"
+    assert type(mine) is type(value)
+    part = _memory_of(mine)
+    assert (part == _memory_of(value)).all()
+    part[1:] = -1
+    for one in (other, await ts.get("o")):
+        assert (_memory_of(one) == _memory_of(value)).all()
+    await ts.delete("o")
+    assert int(part[0]) == 0
+    assert int(part[-1]) == -1
+    assert (_memory_of(other) == _memory_of(value)).all()
+    del mine, other, one
+    assert await leased() >= NUMEL * 8, "a part of it is still there"
+    del part
+    await until(nothing_leased)
+
+
+async def test_objects_and_tensors_of_one_get(shared):
+    """Of a batch, with destinations, and of a state dict; of two names of one array, too."""
+    array = np.arange(NUMEL)
+    values = {
+        "w": torch.arange(NUMEL),
+        "o": {"a": array, "again": array.reshape(2, -1)},
+        "small": np.arange(3),
+        "n": 7,
+    }
+    into = torch.zeros(NUMEL).long()
+    await ts.put_batch(values)
+    await ts.put_state_dict(values, "s")
+    for got in (
+        await ts.get_batch({"w": into, "o": None, "small": None, "n": None}),
+        await ts.get_batch([*values]),
+        await ts.get_state_dict("s"),
+    ):
+        assert torch.equal(got["w"], values["w"])
+        assert np.array_equal(got["o"]["a"], array)
+        assert np.array_equal(got["o"]["again"], array.reshape(2, -1))
+        assert got["small"].tolist() == [0, 1, 2]
+        assert got["n"] == 7
+        assert await leased() > 0
+    assert got["w"] is not into
+    del got
+    await until(nothing_leased)
+
+
+async def test_what_cannot_be_rebuilt_keeps_no_lease(shared):
+    await ts.put("o", [torch.arange(NUMEL), Unbuildable()])
+    with pytest.raises(ts.UnsupportedValueError, match="'o' cannot be rebuilt"):
+        await ts.get("o")
+    with pytest.raises(ts.UnsafeObjectError):
+        await ts.get("o", allow_pickle=False)
+    await until(nothing_leased)
+
+
+class Unbuildable:
+    def __setstate__(self, state: object) -> None:
+        raise ValueError("of another release")
+
+    def __getstate__(self) -> object:
+        return 1
 
 
 class CtrlC(weakref.ref):

@@ -101,7 +101,9 @@ class TensorMeta(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="t"
 
 
 class ObjectMeta(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="o"):
-    """Describes any other Python value. ``codec`` is ``"msgpack"`` or ``"pickle"``."""
+    """Describes any other Python value. ``codec`` is ``"msgpack"`` or ``"pickle"``, followed by
+    ``"+buffers"`` if large arrays or tensors in it have memory of their own, which can be mapped.
+    """
 
     codec: str
 

@@ -23,6 +23,7 @@ from torchstore_core.clients.session.links import link_errors
 from torchstore_core.clients.transfer.sources import Source
 from torchstore_core.clients.transfer.targets import Plain, Results, Target, TargetPiece, narrow
 from torchstore_core.clients.transfer.tensor_moves import TensorBatch, TensorMove
+from torchstore_core.clients.values.codec import has_aside
 from torchstore_core.clients.values.plain import Looked, look
 from torchstore_core.clients.values.tensors import from_buffer
 from torchstore_core.contracts.transport import SupportsMap, SupportsWindow
@@ -133,7 +134,7 @@ class GetBatch(TensorBatch, ReadsInPlace):
             start = None
             if (
                 target.tensor is None
-                and target.codec is None
+                and (target.codec is None or has_aside(target.codec))
                 and piece.into is None
                 and piece.nbytes >= MAP_MIN
             ):
@@ -154,13 +155,13 @@ class GetBatch(TensorBatch, ReadsInPlace):
         return mapped, GetBatch(*left)
 
     def decode(self, link: SupportsWindow) -> None:
-        """Decode the large objects where they are stored, which saves a copy of their bytes. The
-        link must be in use.
+        """Decode the large objects where they are stored, which saves a copy of their bytes, unless
+        they keep those. The link must be in use.
         """
         left: list[Job] = []
         for target, piece in self.jobs:
             codec, grant, nbytes = target.codec, piece.grant, piece.nbytes
-            if codec is None or grant is None or nbytes < MAP_MIN:
+            if codec is None or has_aside(codec) or grant is None or nbytes < MAP_MIN:
                 left.append((target, piece))
                 continue
             window = window_of(link, self)

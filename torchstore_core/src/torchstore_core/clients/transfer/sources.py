@@ -102,7 +102,9 @@ def prepare(
         return [Source(key, meta, nbytes, tensor, None, cast=dtype)]
     if isinstance(value, NoValue):
         raise UnsupportedValueError(f"{key!r}: {value._refusal}", key=key)
-    (codec, data), lent = lending(lambda: encode_pieces(key, value, allow_pickle=allow_pickle))
+    (codec, data), lent = lending(
+        lambda: encode_pieces(key, value, allow_pickle=allow_pickle, aside=True)
+    )
     return [Source(key, codec, len(data), None, data, lent=lent)]
 
 

@@ -11,6 +11,10 @@ That takes some microseconds for a config, and about a second for a few million 
 should be tensors, or bytes. Decoding is linear in the number of bytes, because msgpack has no
 references.
 
+The memory of large arrays and tensors may be put aside, so that readers can leave it where it is:
+see :func:`.pieces.with_aside`. That is another codec, and what is encoded refers to it by its
+position.
+
 Pickle refers to classes and functions by name. Where cloudpickle is installed, whatever has no name
 that other processes know is sent by value: lambdas, closures and local classes; and the classes and
 functions of ``__main__``, such as those of a notebook. A reader that runs the same program has the
@@ -28,14 +32,22 @@ import struct
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
 from torchstore_core.clients.values.library_values import described, rebuilt
-from torchstore_core.clients.values.pieces import LARGE, Buffer, Pieces, memory_of, utf8_of
+from torchstore_core.clients.values.pieces import (
+    LARGE,
+    Buffer,
+    Pieces,
+    memory_of,
+    utf8_of,
+    with_aside,
+    without_aside,
+)
 from torchstore_core.errors import OutOfMemoryError, UnsafeObjectError, UnsupportedValueError
 from torchstore_core.values import ObjectMeta
 
@@ -44,6 +56,12 @@ if TYPE_CHECKING:
 
 MSGPACK = "msgpack"
 PICKLE = "pickle"
+# The same, with buffers aside.
+_MSGPACK_ASIDE = "msgpack+buffers"
+_PICKLE_ASIDE = "pickle+buffers"
+_PICKLED = (PICKLE, _PICKLE_ASIDE)
+_ASIDE = (_MSGPACK_ASIDE, _PICKLE_ASIDE)
+_KNOWN = (MSGPACK, PICKLE, *_ASIDE)
 
 _TUPLE, _SET, _FROZENSET, _BYTEARRAY, _COMPLEX, _INTEGER, _PAIRS, _LIBRARY = range(1, 9)
 _MAX_DEPTH = 64
@@ -75,9 +93,14 @@ def encode_object(key: str, value: Any, *, allow_pickle: bool) -> tuple[ObjectMe
     return meta, data if isinstance(data, bytes) else data.joined()
 
 
-def encode_pieces(key: str, value: Any, *, allow_pickle: bool) -> tuple[ObjectMeta, bytes | Pieces]:
+def encode_pieces(
+    key: str, value: Any, *, allow_pickle: bool, aside: bool = False
+) -> tuple[ObjectMeta, bytes | Pieces]:
     """Encode ``value``. Returns how it is encoded, and the bytes, in which large buffers are those
     of the value itself: it must not change before they have been copied.
+
+    Args:
+        aside: the memory of large arrays and tensors goes aside, see :func:`has_aside`.
 
     Raises:
         UnsafeObjectError: the value needs pickle, which is not allowed.
@@ -86,8 +109,12 @@ def encode_pieces(key: str, value: Any, *, allow_pickle: bool) -> tuple[ObjectMe
     """
     try:
         known = _Known()
+        if aside:
+            known.aside = []
         packed = _encode(_to_wire(value, set(), known, 0))
-        return ObjectMeta(MSGPACK), known.spliced(packed) if known.large else packed
+        if known.aside:
+            return ObjectMeta(_MSGPACK_ASIDE), with_aside(known.spliced(packed), known.aside)
+        return ObjectMeta(MSGPACK), Pieces(known.spliced(packed)) if known.large else packed
     except (_NotExactError, UnicodeEncodeError, msgspec.EncodeError):
         # The last of them: msgpack cannot take 4 GiB in one piece.
         if not allow_pickle:
@@ -99,14 +126,16 @@ def encode_pieces(key: str, value: Any, *, allow_pickle: bool) -> tuple[ObjectMe
             ) from None
     try:
         try:
-            written = _pickled(value)
+            written = _pickled(value, aside)
         except Exception:
             if "torch" in sys.modules:  # for tensors there is a better error
                 _check_tensors(key, value)
             raise
         has_tensors = any(map(written.may_mention, _TENSOR_MARKS))
         if has_tensors and _check_tensors(key, value):
-            written = _pickled(value)
+            written = _pickled(value, aside)
+        if written.aside:
+            return ObjectMeta(_PICKLE_ASIDE), with_aside(written.pieces(), written.aside)
         return ObjectMeta(PICKLE), written.data()
     except (UnsupportedValueError, MemoryError):
         raise
@@ -121,8 +150,15 @@ def encode_pieces(key: str, value: Any, *, allow_pickle: bool) -> tuple[ObjectMe
         ) from error
 
 
+def has_aside(meta: ObjectMeta) -> bool:
+    """Whether an object's arrays and tensors keep the memory that it is decoded from, if that can
+    be written to.
+    """
+    return meta.codec in _ASIDE
+
+
 def decode_object(key: str, meta: ObjectMeta, data: Buffer, *, allow_pickle: bool) -> Any:
-    """Decode the object that :func:`encode_object` encoded as ``data``.
+    """Decode the object that :func:`encode_pieces` encoded as ``data``.
 
     Raises:
         UnsafeObjectError: the object was pickled, which is not allowed.
@@ -130,20 +166,25 @@ def decode_object(key: str, meta: ObjectMeta, data: Buffer, *, allow_pickle: boo
         UnsupportedValueError: the object cannot be rebuilt here, because its class is missing, for
             example.
     """
-    if meta.codec not in (MSGPACK, PICKLE):
+    if meta.codec not in _KNOWN:
         raise UnsupportedValueError(
             f"{key!r} is encoded as {meta.codec!r}, which is unknown here: install the "
             "torchstore-core that it was put with",
             key=key,
         )
-    if meta.codec == PICKLE and not allow_pickle:
+    if meta.codec in _PICKLED and not allow_pickle:
         raise UnsafeObjectError(
             f"{key!r} was stored with pickle, which allow_pickle=False forbids to load", key=key
         )
     try:
-        if meta.codec == MSGPACK:
-            return msgspec.msgpack.decode(data, ext_hook=_extension)
-        return pickle.loads(data)
+        aside: Sequence[memoryview] = ()
+        if has_aside(meta):
+            data, aside = without_aside(data)
+            if data.readonly:
+                aside = [memoryview(bytearray(buffer)) for buffer in aside]
+        if meta.codec in _PICKLED:
+            return pickle.loads(data, buffers=aside)
+        return _decode(data, aside)
     except MemoryError as error:
         raise OutOfMemoryError(
             f"{key!r}: this process has no memory for an object that takes {len(data):,} bytes. "
@@ -153,7 +194,7 @@ def decode_object(key: str, meta: ObjectMeta, data: Buffer, *, allow_pickle: boo
         ) from error
     except Exception as error:
         hint = "is its class importable, or cloudpickle installed where it is put?"
-        if meta.codec == MSGPACK:  # of what other releases have, too: a newer type or dtype
+        if meta.codec not in _PICKLED:  # of what other releases have, too: a newer type or dtype
             hint = "install the torchstore-core, torch and numpy here that it was put with"
         elif isinstance(error, ModuleNotFoundError) and str(error.name).startswith("cloudpickle"):
             hint = "it was put by value: install cloudpickle here, too"
@@ -170,17 +211,29 @@ class _Known(dict[int, Any]):
     Attributes:
         large: the large buffers of the value, in order. msgpack is given a mark for each of them
             instead, behind its header.
+        aside: the memory of large arrays and views, for which msgpack is given its position; None:
+            it is among the large buffers.
     """
 
     _repeated = 0
     _mark = b""
     large: Sequence[Buffer] = ()
+    aside: list[Buffer] | None = None
 
     def count_repeated(self, nbytes: int) -> None:
         """Count repeated bytes. Beyond the limit pickle is used, which repeats nothing."""
         self._repeated += nbytes
         if self._repeated > _MAX_REPEATED:
             raise _NotExactError
+
+    def kept(self, buffer: Buffer) -> Any:
+        """What stands for the memory of an array or a view."""
+        if len(buffer) < LARGE:
+            return buffer
+        if self.aside is None:
+            return self.apart(b"\xc6" + _length(len(buffer)), buffer)
+        self.aside.append(buffer)
+        return len(self.aside) - 1
 
     def apart(self, header: bytes, buffer: Buffer) -> msgspec.Raw:
         """What stands for a large buffer: its header, in which its length goes last."""
@@ -201,11 +254,13 @@ class _Known(dict[int, Any]):
         nbytes = len(data) + sum(map(len, inside)) - len(self._mark) * len(inside)
         return msgspec.Raw(b"\xc9" + _length(nbytes) + bytes((tag,)) + data)
 
-    def spliced(self, packed: bytes) -> Pieces:
+    def spliced(self, packed: bytes) -> list[Buffer]:
         """The pieces of a value, with its large buffers where the marks are."""
+        if not self.large:
+            return [packed]
         first, *others = packed.split(self._mark)
         pairs = zip(self.large, others, strict=True)
-        return Pieces([first, *[piece for pair in pairs for piece in pair]])
+        return [first, *[piece for pair in pairs for piece in pair]]
 
 
 def _length(nbytes: int) -> bytes:
@@ -298,25 +353,27 @@ def _of_library(value: Any, seen: set[int], known: _Known) -> Any:
     found = described(value)
     if found is None:
         raise _NotExactError
-    apart, data = len(known.large), found.data
-    stored: Any = data
+    apart = len(known.large)
     if found.what in ("array", "view"):  # which are mutable
         if id(value) in seen:
             raise _NotExactError
         seen.add(id(value))
-    if data is not None and len(data) >= LARGE:
-        stored = known.apart(b"\xc6" + _length(len(data)), data)
+    stored = None if found.data is None else known.kept(found.data)
     return known.extension(_LIBRARY, _encode((found.what, found.details, stored)), apart)
 
 
-def _extension(tag: int, data: memoryview) -> Any:
+def _decode(data: Buffer, aside: Sequence[memoryview]) -> Any:
+    return msgspec.msgpack.decode(data, ext_hook=partial(_extension, aside))
+
+
+def _extension(aside: Sequence[memoryview], tag: int, data: memoryview) -> Any:
     if tag == _BYTEARRAY:
         return bytearray(data)
     if tag == _LIBRARY:
-        return rebuilt(data)
+        return rebuilt(data, aside)
     if tag == _INTEGER:
         return int.from_bytes(data, "little", signed=True)
-    inner = msgspec.msgpack.decode(data, ext_hook=_extension)
+    inner = _decode(data, aside)
     if tag == _TUPLE:
         return tuple(inner)
     if tag == _SET:
@@ -342,14 +399,14 @@ _FRAME, _FRAME_LENGTH, _START = 0x95, struct.Struct("<Q"), 2
 _PROCESS_ID = os.urandom(8).hex()
 
 
-def _pickled(value: Any) -> _Written:
+def _pickled(value: Any, aside: bool) -> _Written:
     """Pickle by name where readers know the names, and by value otherwise."""
     try:
-        written = _dumped(pickle.Pickler, value)
+        written = _dumped(pickle.Pickler, value, aside)
     except (pickle.PicklingError, AttributeError, TypeError):
         if (cloudpickle := _cloudpickle()) is None:
             raise
-        return _by_value(cloudpickle, value)
+        return _by_value(cloudpickle, value, aside)
     if not written.may_mention(_MAIN_MARK):
         return written
     names = _MainNameFinder()
@@ -357,24 +414,37 @@ def _pickled(value: Any) -> _Written:
     if not names.found or (cloudpickle := _cloudpickle()) is None:
         return written
     try:
-        definitions = _by_value(cloudpickle, names.found)
+        definitions = _by_value(cloudpickle, names.found, aside=False)
     except (pickle.PicklingError, AttributeError, TypeError):
         return written  # they use something that cannot be sent: only the same program can read it
-    own = _OfProgram(_program(), definitions.joined(), written.joined())
-    return _dumped(pickle.Pickler, own)
+    own = _OfProgram(_program(), definitions.joined(), written.joined(), written.aside)
+    return _dumped(pickle.Pickler, own, aside)
 
 
 class _Written:
-    """What a pickler writes: a file for it, and then the pickle in pieces."""
+    """What a pickler writes: a file for it, and then the pickle in pieces.
 
-    __slots__ = ("_chunks", "write")
+    Attributes:
+        aside: the memory that is not in the pickle, see :meth:`keep`.
+    """
+
+    __slots__ = ("_chunks", "aside", "write")
 
     def __init__(self) -> None:
+        self.aside: list[memoryview] = []
         self._chunks: list[bytes | bytearray | pickle.PickleBuffer] = []
         #: Takes what lies between two large buffers, or one of these.
         self.write = self._chunks.append
 
-    def _pieces(self) -> list[tuple[bytes, Buffer]]:
+    def keep(self, buffer: pickle.PickleBuffer) -> bool:
+        """Take large memory of an array or a tensor aside. Returns whether it is to be written."""
+        memory = buffer.raw()
+        if len(memory) < LARGE:
+            return True
+        self.aside.append(memory)
+        return False
+
+    def _pairs(self) -> list[tuple[bytes, Buffer]]:
         """The large buffers, each with what lies before it; and the last one, which is empty."""
         found: list[tuple[bytes, Buffer]] = []
         frames: list[bytes] = []
@@ -394,16 +464,18 @@ class _Written:
         """
         if len(self._chunks) == 1:
             return mark in self.joined()
-        return any(mark in frames for frames, _ in self._pieces())
+        return any(mark in frames for frames, _ in self._pairs())
+
+    def pieces(self) -> list[Buffer]:
+        """The pickle, in which large buffers are pieces of their own."""
+        return [one for pair in self._pairs() for one in pair]
 
     def data(self) -> bytes | Pieces:
         """The pickle, in one piece if it has no large buffers."""
         if len(self._chunks) == 1 and isinstance(only := self._chunks[0], bytes):  # very often
             return only
-        pieces = self._pieces()
-        return (
-            pieces[0][0] if len(pieces) == 1 else Pieces([one for pair in pieces for one in pair])
-        )
+        pairs = self._pairs()
+        return pairs[0][0] if len(pairs) == 1 else Pieces([one for pair in pairs for one in pair])
 
     def joined(self) -> bytes:
         """The pickle in one piece."""
@@ -417,9 +489,11 @@ def _is_frame(buffer: Buffer, at: int) -> bool:
     return buffer[at] == _FRAME and _FRAME_LENGTH.unpack_from(buffer, at + 1)[0] == length
 
 
-def _dumped(pickler: Any, value: Any) -> _Written:
+def _dumped(pickler: Any, value: Any, aside: bool) -> _Written:
     written = _Written()
-    _with_tensors(pickler(written, protocol=pickle.HIGHEST_PROTOCOL)).dump(value)
+    keep = written.keep if aside else None
+    made = pickler(written, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=keep)
+    _with_tensors(made).dump(value)
     return written
 
 
@@ -445,21 +519,21 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def _by_value(cloudpickle: Any, value: Any) -> _Written:
+def _by_value(cloudpickle: Any, value: Any, aside: bool) -> _Written:
     with _registering:
-        return _with_main_by_value(cloudpickle, value)
+        return _with_main_by_value(cloudpickle, value, aside)
 
 
-def _with_main_by_value(cloudpickle: Any, value: Any) -> _Written:
+def _with_main_by_value(cloudpickle: Any, value: Any, aside: bool) -> _Written:
     spawned: ModuleType | None = sys.modules.get("__mp_main__")
     if spawned is None or spawned.__name__ in (
         "__main__",  # the same module, and known to cloudpickle by this name
         *cloudpickle.list_registry_pickle_by_value(),
     ):
-        return _dumped(cloudpickle.Pickler, value)
+        return _dumped(cloudpickle.Pickler, value, aside)
     cloudpickle.register_pickle_by_value(spawned)
     try:
-        return _dumped(cloudpickle.Pickler, value)
+        return _dumped(cloudpickle.Pickler, value, aside)
     finally:
         cloudpickle.unregister_pickle_by_value(spawned)
 
@@ -598,15 +672,17 @@ class _OfProgram:
     returns the value itself.
     """
 
-    def __init__(self, program: str, definitions: bytes, data: bytes) -> None:
-        self._parts = program, definitions, data
+    def __init__(
+        self, program: str, definitions: bytes, data: bytes, aside: Sequence[memoryview]
+    ) -> None:
+        self._parts = program, definitions, data, *map(pickle.PickleBuffer, aside)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _load_of_program, self._parts
 
 
-def _load_of_program(program: str, definitions: bytes, data: bytes) -> Any:
-    return _Definitions(program, definitions, data).load()
+def _load_of_program(program: str, definitions: bytes, data: bytes, *aside: memoryview) -> Any:
+    return _Definitions(program, definitions, data, aside).load()
 
 
 class _Definitions(pickle.Unpickler):
@@ -617,8 +693,10 @@ class _Definitions(pickle.Unpickler):
     definition that was sent with the pickle is used.
     """
 
-    def __init__(self, program: str, definitions: bytes, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
+    def __init__(
+        self, program: str, definitions: bytes, data: bytes, aside: Sequence[memoryview]
+    ) -> None:
+        super().__init__(io.BytesIO(data), buffers=aside)
         self._same = program == _program()
         self._definitions = definitions
         self._made: dict[str, Any] | None = None

@@ -36,7 +36,7 @@ class Described(NamedTuple):
 class _Stored(msgspec.Struct, array_like=True):
     what: str
     details: list[Any]
-    data: memoryview | None
+    data: memoryview | int | None  # an int: the position of a buffer that is aside
 
 
 _decode = msgspec.msgpack.Decoder(_Stored).decode
@@ -94,20 +94,29 @@ def _of_view(view: Any) -> Described | None:
     return Described("view", [view.format, view.readonly, *view.shape], view.cast("B"))
 
 
-def rebuilt(data: Any) -> Any:
+def rebuilt(data: Any, aside: Sequence[memoryview] = ()) -> Any:
     """The value that the three fields of a :class:`Described` in msgpack are.
 
+    Args:
+        aside: memory that arrays and views may keep; instead of it, ``data`` has its position.
+
     Raises:
-        ValueError, TypeError, RuntimeError, ImportError: they describe nothing that this process
-            has.
+        ValueError, TypeError, IndexError, RuntimeError, ImportError: they describe nothing that
+            this process has.
     """
     what, details, memory = msgspec.structs.astuple(_decode(data))
     if memory is None:
         return _rebuilt_of_torch(what, details)
+    is_aside = isinstance(memory, int)
+    if is_aside:
+        memory = aside[memory]
     if what == "view":
         form, readonly, *sides = details
-        view = memoryview(bytes(memory) if readonly else bytearray(memory))
-        return view.cast(form, sides)
+        if not is_aside:
+            memory = memoryview(bytes(memory) if readonly else bytearray(memory))
+        elif readonly:
+            memory = memory.toreadonly()
+        return memory.cast(form, sides)
     import numpy as np
 
     name, *shape = details
@@ -117,7 +126,8 @@ def rebuilt(data: Any) -> Any:
     # In msgspec 0.19, len(memory) is the length of the whole message.
     if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != memory.nbytes:
         raise ValueError(f"{memory.nbytes} bytes are no {what} of {dtype} and the shape {shape}")
-    made = np.ndarray(shape, dtype, memory).copy()
+    made = np.ndarray(shape, dtype, memory)
+    made = made if is_aside else made.copy()
     return made if what == "array" else made[()]
 
 

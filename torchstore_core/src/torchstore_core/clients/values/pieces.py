@@ -1,10 +1,13 @@
-"""The bytes of an encoded object, in several buffers: large ones are not copied to join them."""
+"""The bytes of an encoded object, in several buffers: large ones are not copied to join them, and
+readers need not copy those that are aside.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import struct
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torchstore_core.errors import UnsupportedValueError
 from torchstore_core.machine.copying import Run
@@ -12,6 +15,9 @@ from torchstore_core.machine.copying import Run
 Buffer = bytes | bytearray | memoryview
 #: Buffers of at least so many bytes remain apart. Pickle, too, writes these outside of its frames.
 LARGE = 64 << 10
+# Where buffers that are aside may begin: as what is stored by itself.
+_ALIGNMENT = 64
+_NUMBER = struct.Struct("<Q")
 
 
 class Pieces:
@@ -65,6 +71,44 @@ class Pieces:
         views, self._views = self._views, []
         for view in views:
             view.release()
+
+
+def with_aside(encoded: Iterable[Buffer], aside: Sequence[Buffer]) -> Pieces:
+    """The bytes of an object, some of whose buffers are ``aside``: first these, each from a
+    multiple of 64 bytes on, then what is encoded; at the end the size of each of them and of what
+    is encoded, and how many of them there are, as 64-bit little-endian numbers.
+    """
+    buffers: list[Buffer] = []
+    for buffer in aside:
+        buffers += buffer, bytes(-len(buffer) % _ALIGNMENT)
+    others = list(encoded)
+    sizes = [*map(len, aside), sum(map(len, others)), len(aside)]
+    return Pieces([*buffers, *others, struct.pack(f"<{len(sizes)}Q", *sizes)])
+
+
+def without_aside(data: Buffer) -> tuple[memoryview, list[memoryview]]:
+    """What is encoded, and the buffers that are aside, in the bytes of :func:`with_aside`.
+
+    Raises:
+        ValueError: these are none of those.
+    """
+    view = memoryview(data)
+    numbers = view.nbytes // _NUMBER.size
+    (count,) = _NUMBER.unpack(view[-_NUMBER.size :]) if numbers else (0,)
+    if count + 2 > numbers:
+        raise ValueError(f"{view.nbytes} bytes have no table of {count} buffers")
+    end = view.nbytes - (count + 2) * _NUMBER.size
+    *sizes, encoded, _ = struct.unpack_from(f"<{count + 2}Q", view, end)
+    found: list[memoryview] = []
+    start = 0
+    for size in sizes:
+        found.append(view[start : start + size])
+        start += size + -size % _ALIGNMENT
+    if start + encoded != end:
+        raise ValueError(
+            f"{count} buffers and what is encoded take {end} bytes, not {start + encoded}"
+        )
+    return view[start:end], found
 
 
 def utf8_of(text: str) -> Buffer:
