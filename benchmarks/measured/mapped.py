@@ -1,5 +1,5 @@
-"""Commands of a measured process: a zero-copy get of many large tensors, beside bare mappings, and
-beside Ray where it is installed.
+"""Commands of a measured process: a zero-copy get of many large tensors, and of an object that has
+them all, beside bare mappings, and beside Ray where it is installed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torchstore_cli.bench import floors, workload
 from torchstore_cli.bench.measuring import timed, timed_call, until_unleased
 
 BARE, RAY = "mmap and frombuffer of each", "ray.get"
+OBJECT = "mapped-object"
 
 
 class MappedTensors:
@@ -29,48 +30,59 @@ class MappedTensors:
         self._values: dict[str, torch.Tensor] = {}
         self._bare: floors.Mappings | None = None
         self._references: list[Any] = []
+        self._object: Any = None
 
     def make(self, count: int, nbytes: int, seed: int) -> list[str]:
-        """Put ``count`` tensors of ``nbytes`` bytes, into Ray as well where it is installed; what a
-        get is compared with.
+        """Put ``count`` tensors of ``nbytes`` bytes, and a dict of them, into Ray as well where it
+        is installed; what a get is compared with.
         """
         self._values = {
             f"mapped-{at}": workload.random_tensor((nbytes // 2,), seed + at).view(torch.uint8)
             for at in range(count)
         }
         self._run(ts.put_batch(self._values))
+        self._run(ts.put(OBJECT, self._values))
         self._bare = floors.Mappings(count, nbytes)
         if not importlib.util.find_spec("ray"):
             return [BARE]
         import ray
 
-        ray.init(num_cpus=1, include_dashboard=False, object_store_memory=2 * count * nbytes)
-        self._references = [ray.put(value.numpy()) for value in self._values.values()]
+        ray.init(num_cpus=1, include_dashboard=False, object_store_memory=4 * count * nbytes)
+        arrays = {name: value.numpy() for name, value in self._values.items()}
+        self._references = [ray.put(array) for array in arrays.values()]
+        self._object = ray.put(arrays)
         return [BARE, RAY]
 
     def get(self, turn: int) -> dict[str, Any]:
-        """One round: a zero-copy get of all tensors, which are compared, and the others once."""
+        """One round: a zero-copy get of all tensors, and of the object, which are compared, and the
+        others once.
+        """
         wrong: list[str] = []
 
-        def store() -> float:
-            seconds, got = self._run(timed(ts.get_batch(list(self._values))))
+        def store(call: Callable[[], Any]) -> float:
+            seconds, got = self._run(timed(call()))
             with workload.one_thread():
                 wrong.extend(n for n, v in self._values.items() if not torch.equal(got[n], v))
             del got
             self._run(until_unleased())
             return float(seconds)
 
-        measures: dict[str, Callable[[], float]] = {"get": store}
+        measures: dict[str, Callable[[], float]] = {
+            "get": lambda: store(lambda: ts.get_batch(list(self._values))),
+            "object": lambda: store(lambda: ts.get(OBJECT)),
+        }
         if self._bare is not None:
             measures[BARE] = self._bare.map_each
         if self._references:
-            measures[RAY] = self._ray_get
+            measures[RAY] = lambda: self._ray_get(self._references)
+            measures[f"{RAY} of the object"] = lambda: self._ray_get(self._object)
         return {"times": floors.interleave(measures, turn), "wrong": wrong}
 
-    def _ray_get(self) -> float:
+    @staticmethod
+    def _ray_get(references: Any) -> float:
         import ray
 
-        return timed_call(lambda: ray.get(self._references))
+        return timed_call(lambda: ray.get(references))
 
     def drop(self) -> None:
         """Forget the tensors and what they were compared with."""
@@ -80,4 +92,4 @@ class MappedTensors:
             import ray
 
             ray.shutdown()
-        self._values, self._bare, self._references = {}, None, []
+        self._values, self._bare, self._references, self._object = {}, None, [], None
