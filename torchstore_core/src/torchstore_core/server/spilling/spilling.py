@@ -612,7 +612,10 @@ class Spilling:
         if trouble:
             text += f", and no more can be: {trouble}"
         else:
-            text += ", and what is left in memory is pinned or being used"
+            text += (
+                ", and what is left in memory is pinned or being used: only what is put with "
+                "when_full='spillable', or into a store that is initialized with it, can be spilled"
+            )
         details = {**error.details, "spilled_bytes": of[State.ON_DISK], "spill": trouble}
         return StoreFullError(f"{error.message}. {text}", key=error.key, details=details)
 
