@@ -269,7 +269,7 @@ async def test_pinned_values_that_do_not_fit_are_refused_as_ever(spilling):
     for at in range(3):
         await ts.put(f"k{at}", value(at))
     await ts.put("small", value(4, MB), when_full="spillable")
-    with pytest.raises(ts.StoreFullError, match="pinned or being used.*'spillable'"):
+    with pytest.raises(ts.StoreFullError, match=r"pinned or being used.*'spillable'"):
         await ts.put("k3", value(3, 5 * MB), timeout=30)
     with pytest.raises(ts.StoreFullError):
         await ts.put("k4", value(3, 17 * MB), when_full="spillable")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import struct
 import threading
@@ -52,7 +53,9 @@ async def test_a_client_of_another_protocol_is_told_which_side_is_older(
             return server.num_fds() <= before
 
         await until(all_are_closed)
-    assert "Traceback" not in capfd.readouterr().err
+    logged = capfd.readouterr().err
+    assert f"refused process {os.getpid()}: client speaks protocol {ours + step}" in logged
+    assert "Traceback" not in logged
 
 
 ANSWERS = {

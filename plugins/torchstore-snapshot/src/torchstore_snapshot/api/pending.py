@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchstore_core.clients.calls.arguments import check_timeout
 from torchstore_core.errors import StoreTimeoutError, in_seconds
+from torchstore_snapshot.errors import SnapshotWriterError
 
 if TYPE_CHECKING:
     from torchstore_snapshot.api.snapshot import Snapshot
@@ -27,13 +28,14 @@ class PendingSnapshot:
 
     It can also be awaited, which returns the :class:`Snapshot`. The program may end normally before
     the snapshot is committed: it then ends when it is. If the program is killed, there is no
-    snapshot.
+    snapshot. A forked child hears nothing of the takes of its parent, and cannot wait for them.
     """
 
     def __init__(self, snapshot: Snapshot, future: Future[None]) -> None:
         self.path = snapshot.path
         self._snapshot = snapshot
         self._future = future
+        self._process = os.getpid()
         _unfinished.add(future)
         # Registered again, so that it runs before what ends the store: last come, first served.
         atexit.unregister(_finish)
@@ -55,13 +57,14 @@ class PendingSnapshot:
 
         Raises:
             SnapshotWriterError: the process that writes has ended, or the store that the take was
-                staged in.
+                staged in; or this process was forked from the one that takes.
             SnapshotExistsError, RankFailedError, LayoutMismatchError, OSError: as for
                 ``Snapshot.take``.
             StoreTimeoutError: it takes longer; it goes on, and may be waited for again.
             ConfigurationError: ``timeout`` is no number from 0, or None.
         """
         seconds = check_timeout(timeout)
+        self._check_process()
         try:
             self._future.result(seconds)
         except FutureTimeoutError as error:
@@ -76,7 +79,16 @@ class PendingSnapshot:
     def __await__(self) -> Generator[Any, None, Snapshot]:
         return self._result().__await__()
 
+    def _check_process(self) -> None:
+        if os.getpid() != self._process and not self._future.done():
+            raise SnapshotWriterError(
+                f"the snapshot {self.path!r} was being written when this process was forked from "
+                f"process {self._process}, which alone hears of it: wait for it there",
+                details={"path": self.path, "pid": self._process},
+            )
+
     async def _result(self) -> Snapshot:
+        self._check_process()
         await asyncio.shield(asyncio.wrap_future(self._future))
         return self._snapshot
 
