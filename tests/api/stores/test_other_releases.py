@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import struct
 import threading
@@ -53,9 +52,7 @@ async def test_a_client_of_another_protocol_is_told_which_side_is_older(
             return server.num_fds() <= before
 
         await until(all_are_closed)
-    logged = capfd.readouterr().err
-    assert f"refused process {os.getpid()}: client speaks protocol {ours + step}" in logged
-    assert "Traceback" not in logged
+    assert "Traceback" not in capfd.readouterr().err
 
 
 ANSWERS = {

@@ -117,7 +117,7 @@ class Conversation:
             if asked is None or asked[1] == m.PROTOCOL_VERSION:
                 self.refuse(str(error))
             else:  # its messages have other fields
-                self.refuse(self._mismatch(*asked))
+                self.refuse(_mismatch(*asked))
         except StoreClosedError as error:
             self.refuse(error.message, error.code)
         except RecursionError:
@@ -147,16 +147,6 @@ class Conversation:
         """Send a failure with the reason, and end the conversation."""
         self.send(m.Failure(0, code, f"{why}; closing this connection"))
         self.end()
-
-    def _mismatch(self, peer: str, protocol: int) -> str:
-        """Why a peer of another release is refused; it is logged, too."""
-        older = f"the {peer}'s" if protocol < m.PROTOCOL_VERSION else "the server's"
-        why = (
-            f"{peer} speaks protocol {protocol}, this server {m.PROTOCOL_VERSION}; "
-            f"install the same torchstore-core on both sides: {older} is the older one"
-        )
-        log.warning("refused process %d: %s", self._pid, why)
-        return why
 
     def process_died(self) -> None:
         """Undo the unfinished puts of the client's process, which has died. A forked child of it
@@ -359,7 +349,7 @@ class Conversation:
             raise ProtocolError("a connection has one Hello")
         if first.protocol != m.PROTOCOL_VERSION:
             peer = "client" if isinstance(first, m.Hello) else "volume"
-            raise ProtocolError(self._mismatch(peer, first.protocol))
+            raise ProtocolError(_mismatch(peer, first.protocol))
         if isinstance(first, m.Hello):
             controller = self._server.controller  # there is none while the store is starting
             begin = functools.partial(self._hello, first, controller)
@@ -569,6 +559,14 @@ def _keep_nothing(session: SessionRecord) -> None:
 
 def _nothing() -> None:
     """Do nothing; this replaces ``end`` when the connection has closed."""
+
+
+def _mismatch(peer: str, protocol: int) -> str:
+    older = f"the {peer}'s" if protocol < m.PROTOCOL_VERSION else "the server's"
+    return (
+        f"{peer} speaks protocol {protocol}, this server {m.PROTOCOL_VERSION}; "
+        f"install the same torchstore-core on both sides: {older} is the older one"
+    )
 
 
 def _failure(request: m.Request, error: TorchStoreError) -> m.Failure:
