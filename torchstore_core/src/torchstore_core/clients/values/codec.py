@@ -177,14 +177,12 @@ def decode_object(key: str, meta: ObjectMeta, data: Buffer, *, allow_pickle: boo
             f"{key!r} was stored with pickle, which allow_pickle=False forbids to load", key=key
         )
     try:
-        aside: Sequence[memoryview] = ()
-        if has_aside(meta):
-            data, aside = without_aside(data)
-            if data.readonly:
-                aside = [memoryview(bytearray(buffer)) for buffer in aside]
+        encoded, aside = without_aside(data) if has_aside(meta) else (data, ())
+        if aside and aside[0].readonly:
+            aside = [memoryview(bytearray(buffer)) for buffer in aside]
         if meta.codec in _PICKLED:
-            return pickle.loads(data, buffers=aside)
-        return _decode(data, aside)
+            return pickle.loads(encoded, buffers=aside)
+        return _decode(encoded, aside)
     except MemoryError as error:
         raise OutOfMemoryError(
             f"{key!r}: this process has no memory for an object that takes {len(data):,} bytes. "
