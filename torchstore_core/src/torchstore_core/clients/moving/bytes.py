@@ -71,15 +71,14 @@ class BytesGet(ReadsInPlace):
         return self._memory
 
     def map(self, link: SupportsMap) -> tuple[Sequence[Mapped], BytesGet]:
-        large = [
-            (at, nbytes, (at, nbytes, key)) for at, nbytes, key in self._wanted if nbytes >= MAP_MIN
-        ]
+        large = [one for one in self._wanted if one[1] >= MAP_MIN]
         if not large:
             return (), self
         rest = [one for one in self._wanted if one[1] < MAP_MIN]
+        sizes = {key: nbytes for _, nbytes, key in large}
         found, refused = map_values(link, self.segment, large)
         mapped = [
-            Mapped(owner, [(key, _view(owner, at, nbytes)) for (_, nbytes, key), at in inside])
+            Mapped(owner, [(key, _view(owner, at, sizes[key])) for key, at in inside])
             for owner, inside in found
         ]
         return mapped, BytesGet((self.volume, self.segment), [*rest, *refused], self._found)

@@ -16,17 +16,17 @@ T = TypeVar("T")
 
 def map_values(
     link: SupportsMap, segment: int, values: Sequence[tuple[int, int, T]]
-) -> tuple[list[tuple[object, list[tuple[T, int]]]], list[T]]:
+) -> tuple[list[tuple[object, list[tuple[T, int]]]], list[tuple[int, int, T]]]:
     """Map values, given as ``(offset, nbytes, value)``. Neighbours share a mapping, as values that
     were put together lie next to each other.
 
     Returns:
         The owner of each mapping, with its values and where in it they begin; and those that cannot
-        be mapped.
+        be mapped, as they were given.
     """
     mappable = sorted(values, key=lambda item: item[0])
     found: list[tuple[object, list[tuple[T, int]]]] = []
-    refused: list[T] = []
+    refused: list[tuple[int, int, T]] = []
     begin = 0
     for i in range(1, len(mappable) + 1):
         if i < len(mappable):
@@ -41,7 +41,7 @@ def map_values(
             with link_errors():
                 mapping = link.map(segment, first, end - first)
         except TransportError:  # out of mappings (vm.max_map_count): copying always works
-            refused += [value for _, _, value in run]
+            refused += run
             continue
         inside = [(value, mapping.offset + start - first) for start, _, value in run]
         found.append((mapping.owner, inside))

@@ -328,7 +328,7 @@ class Reading(Leasing):
         results.waited = True
         for mapped in await self.move(batches):
             results.values.update({t.at: tensor for t, tensor in mapped.values})
-            self.keep(mapped.owner, [t.pieces[0].position for t, _ in mapped.values])
+            self.keep(mapped.owner, [t.position for t, _ in mapped.values])
 
     async def read_columns(
         self, columns: m.EntryColumns, tensors: list[torch.Tensor] | None

@@ -118,8 +118,8 @@ class GetBatch(TensorBatch, ReadsInPlace):
         self.jobs = jobs
         self.plain = plain
         self.offsets = offsets  # of the plain ones
-        self.nbytes = sum([piece.nbytes for _, piece in jobs])
-        self.nbytes += sum([one.entry.nbytes for one in plain])
+        self.sizes = [one.entry.nbytes for one in plain]
+        self.nbytes = sum([piece.nbytes for _, piece in jobs]) + sum(self.sizes)
         tensors = [target.tensor for target, _ in jobs]
         self.on_device = any(tensor is not None and not tensor.is_cpu for tensor in tensors)
 
@@ -129,7 +129,14 @@ class GetBatch(TensorBatch, ReadsInPlace):
 
     def map(self, link: SupportsMap) -> tuple[Sequence[Mapped], GetBatch]:
         rest: list[Job] = []
-        large: list[tuple[int, int, Target]] = []
+        plain, offsets = self.plain, self.offsets
+        large: list[tuple[int, int, Target | Plain]] = []
+        if max(self.sizes, default=0) >= MAP_MIN:
+            rows = list(zip(plain, offsets, self.sizes, strict=True))
+            is_large = [one.tensor is None and size >= MAP_MIN for one, _, size in rows]
+            large += [(start, size, one) for one, start, size in compress(rows, is_large)]
+            left = [not mapped for mapped in is_large]
+            plain, offsets = list(compress(plain, left)), list(compress(offsets, left))
         for target, piece in self.jobs:
             start = None
             if (
@@ -146,13 +153,17 @@ class GetBatch(TensorBatch, ReadsInPlace):
         if not large:
             return (), self
         found, refused = map_values(link, self.segment, large)
-        rest += [(target, target.pieces[0]) for target in refused]
+        for at, _, one in refused:
+            if isinstance(one, Target):
+                rest.append((one, one.pieces[0]))
+            else:
+                plain, offsets = [*plain, one], [*offsets, at]
         mapped = [
             Mapped(owner, [(t, from_buffer(owner, at, t.shape, t.dtype)) for t, at in inside])
             for owner, inside in found
         ]
-        left = self.volume, self.segment, self.results, rest, self.plain, self.offsets
-        return mapped, GetBatch(*left)
+        where = self.volume, self.segment
+        return mapped, GetBatch(*where, self.results, rest, plain, offsets)
 
     def decode(self, link: SupportsWindow) -> None:
         """Decode the large objects where they are stored, which saves a copy of their bytes, unless

@@ -13,7 +13,6 @@ import torch
 
 from torchstore_core import boxes
 from torchstore_core.boxes import Box
-from torchstore_core.clients.moving.batches import MAP_MIN
 from torchstore_core.clients.values import overlaps
 from torchstore_core.clients.values.codec import decode_object
 from torchstore_core.clients.values.new_tensors import new_like, new_tensor, out_of_memory
@@ -80,6 +79,11 @@ class Target(msgspec.Struct, frozen=True, gc=False):
     pieces: Sequence[TargetPiece]
     nbytes: int
 
+    @property
+    def position(self) -> int:
+        """That of its first piece, see :class:`TargetPiece`."""
+        return self.pieces[0].position
+
     def address(self, result: torch.Tensor) -> int:
         """The address of the tensor that the bytes are written to, if it has not changed since it
         was inspected.
@@ -104,8 +108,7 @@ class Plain(msgspec.Struct, frozen=True, gc=False):
     ``values.plain``).
 
     Args:
-        at, position, key, tensor: see :class:`Target` and :class:`TargetPiece`. A new tensor is
-            always small, as larger ones may be mapped.
+        at, position, key, tensor: see :class:`Target` and :class:`TargetPiece`.
         entry: the entry of the reply; it has a grant.
         meta: describes both the entry and the tensor.
     """
@@ -116,6 +119,16 @@ class Plain(msgspec.Struct, frozen=True, gc=False):
     entry: m.Entry
     meta: TensorMeta
     tensor: torch.Tensor | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the tensor."""
+        return self.meta.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the tensor."""
+        return dtype_of(self.meta, self.key)
 
     def target(self) -> Target:
         """The equivalent target, for when the tensor is no longer plain."""
@@ -180,12 +193,11 @@ def from_reply(
 
 @lru_cache(maxsize=4096)
 def _new_kind(meta: ValueMeta) -> tuple[TensorMeta, torch.dtype, int]:
-    """What a new tensor is, and its size; -1 if it would not be plain, or may be mapped."""
+    """What a new tensor is, and its size; -1 if it would not be plain."""
     if isinstance(meta, TensorMeta) and min(meta.shape, default=1) > 0:
         with contextlib.suppress(UnsupportedValueError):
             dtype = dtype_of(meta, "")
-            nbytes = math.prod(meta.shape) * dtype.itemsize
-            return meta, dtype, nbytes if nbytes < MAP_MIN else -1
+            return meta, dtype, math.prod(meta.shape) * dtype.itemsize
     return TensorMeta("", ()), torch.uint8, -1
 
 
