@@ -23,9 +23,11 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from tests.monarch import forked
 from tests.processes import fork
 from tests.support import free_port
 
@@ -54,6 +56,8 @@ class Job:
         addresses: for each host, where it listens (``tcp://…``); None: free ports here.
         transport: how the engine reaches the root (``tcp://…``); with hosts, by default over the
             loopback.
+        fresh: the workers are new interpreters, which have not imported torch; as they are with
+            wrappers.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class Job:
         wrappers: Sequence[Sequence[str]] = (),
         addresses: Sequence[str] | None = None,
         transport: str = "",
+        fresh: bool = False,
     ) -> None:
         self.mark = uuid.uuid4().hex
         # Short: a Unix socket's path has at most 107 bytes.
@@ -90,6 +95,7 @@ class Job:
             )
             for i, address in enumerate(addresses)
         ]
+        self._forking = None if fresh or wrappers else self._fork_workers()
         ours, theirs = socket.socketpair()
         with open(self._base / "output", "ab") as output, Connection(theirs.detach()) as pipe:
             self._root = fork(
@@ -98,6 +104,7 @@ class Job:
                 workers,
                 transport,
                 addresses,
+                forked.command(self._workers_address) if self._forking else [],
                 files={1: output.fileno(), 2: output.fileno()},
                 environment=self._environment,
             )
@@ -108,6 +115,18 @@ class Job:
         self._ready: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self._waiting[next(self._ids)] = self._ready
         threading.Thread(target=self._read, daemon=True).start()
+
+    @property
+    def _workers_address(self) -> str:
+        return str(self._base / "workers")
+
+    def _fork_workers(self) -> BaseProcess:
+        """A process that forks the workers."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(self._workers_address)
+            listener.listen()
+            files = {0: listener.fileno()}
+            return fork(forked.serve, self._shown, files=files, environment=self._environment)
 
     def _popen(
         self, command: Sequence[str], extra: dict[str, str], **options: Any
@@ -141,9 +160,16 @@ class Job:
         if pid == self.pid:  # forked: what the system knows of its environment is another's
             return True
         try:
-            return f"{_MARK}={self.mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+            shown = self._shown.encode() in Path(f"/proc/{pid}/environ").read_bytes()
+            # What stands in for a worker is none of the job's: the worker itself is.
+            return shown and forked.STAND_IN.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             return False
+
+    @property
+    def _shown(self) -> str:
+        """What the environment of each process of the job contains."""
+        return f"{_MARK}={self.mark}"
 
     def directories(self) -> list[str]:
         """What there is of the job's socket directories."""
@@ -222,6 +248,9 @@ class Job:
             host.kill()
             host.wait()
         self._pipe.close()
+        if self._forking is not None:
+            self._forking.kill()
+            self._forking.join()
         kill_all(self.processes, _END_S)
         shutil.rmtree(self._base, ignore_errors=True)
 
@@ -236,11 +265,17 @@ def kill_all(running: Callable[[], Iterable[int]], timeout: float) -> None:
         time.sleep(0.01)
 
 
-def _root(pipe: Connection, workers: int, transport: str, addresses: Sequence[str]) -> None:
+def _root(
+    pipe: Connection,
+    workers: int,
+    transport: str,
+    addresses: Sequence[str],
+    command: Sequence[str],
+) -> None:
     from tests.monarch.root import main  # imports Monarch
 
     os.chdir(_REPOSITORY)
-    main(pipe, workers, transport, addresses)
+    main(pipe, workers, transport, addresses, command)
 
 
 def running() -> set[int]:
