@@ -126,7 +126,7 @@ class Job:
             listener.bind(self._workers_address)
             listener.listen()
             files = {0: listener.fileno()}
-            return fork(forked.serve, self._shown, files=files, environment=self._environment)
+            return fork(forked.serve, files=files, environment=self._environment)
 
     def _popen(
         self, command: Sequence[str], extra: dict[str, str], **options: Any
@@ -160,16 +160,12 @@ class Job:
         if pid == self.pid:  # forked: what the system knows of its environment is another's
             return True
         try:
-            shown = self._shown.encode() in Path(f"/proc/{pid}/environ").read_bytes()
-            # What stands in for a worker is none of the job's: the worker itself is.
-            return shown and forked.STAND_IN.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+            if f"{_MARK}={self.mark}".encode() not in Path(f"/proc/{pid}/environ").read_bytes():
+                return False
+            # The worker counts, not what the engine has started in its place.
+            return forked.STAND_IN.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             return False
-
-    @property
-    def _shown(self) -> str:
-        """What the environment of each process of the job contains."""
-        return f"{_MARK}={self.mark}"
 
     def directories(self) -> list[str]:
         """What there is of the job's socket directories."""

@@ -65,9 +65,7 @@ def main(
     addresses: Sequence[str],
     command: Sequence[str],
 ) -> None:
-    """Serve the pipe until it closes. ``command`` is what the interpreter of a worker is given, if it
-    is no usual one.
-    """
+    """Serve the pipe until it closes. With ``command``, workers are interpreters that run that."""
     monarch.actor.unhandled_fault_hook = _note
     if addresses:
         enable_transport(transport or ChannelTransport.TcpWithLocalhost)

@@ -1,6 +1,6 @@
-"""What the engine starts in place of a worker: ``stand_in.py SOCKET``. The worker itself is forked from a
-process that has imported torch (:mod:`tests.monarch.forked`); this one hands it what the engine has
-given it, passes signals on, and ends as it ends. When this one is killed, so is the worker.
+"""What the engine starts in place of a worker: ``stand_in.py SOCKET``. The worker itself is forked
+from a process that has imported torch (:mod:`tests.monarch.forked`). This one hands it what the
+engine has given it, passes signals on, and ends as it ends; when it is killed, so is the worker.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 def _main() -> None:
     connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
     connection.connect(sys.argv[1])
-    order = [os.getcwd().encode(), *(name + b"=" + value for name, value in os.environb.items())]
+    order = [str(os.getppid()).encode(), os.getcwd().encode()]
+    order += [name + b"=" + value for name, value in os.environb.items()]
     streams = b"".join(number.to_bytes(_INT, sys.byteorder) for number in (0, 1, 2))
     handed = (_socket.SOL_SOCKET, _socket.SCM_RIGHTS, streams)
     connection.sendmsg([b"\0".join(order)], [handed])
