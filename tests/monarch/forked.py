@@ -15,11 +15,14 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from tests.interpreters.twins import run_to_the_end, show
+from tests.processes import fork
 
-__all__ = ["STAND_IN", "command", "serve"]
+__all__ = ["STAND_IN", "forking"]
 
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
 
@@ -28,12 +31,27 @@ _LARGEST = 1 << 17
 _PR_SET_PDEATHSIG = 1  # of the kernel's include/uapi/linux/prctl.h
 
 
-def command(address: str) -> list[str]:
-    """What a program is started with in place of a worker."""
-    return ["-I", "-S", STAND_IN, address]
+@contextmanager
+def forking(folder: Path, environment: Mapping[str, str]) -> Iterator[list[str]]:
+    """Fork workers meanwhile. What comes is what the engine has to start in place of one.
+
+    Args:
+        folder: where the process listens that forks them; of a short path.
+        environment: that process's.
+    """
+    address = str(folder / "workers")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(address)
+        listener.listen()
+        process = fork(_serve, files={0: listener.fileno()}, environment=environment)
+    try:
+        yield [sys.executable, "-I", "-S", STAND_IN, address]
+    finally:
+        process.kill()
+        process.join()
 
 
-def serve() -> None:
+def _serve() -> None:
     """Fork a worker for each stand-in that connects to this process's input, which is a listener,
     until the process ends that this one was forked from.
     """

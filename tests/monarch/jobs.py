@@ -23,11 +23,10 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from tests.monarch import forked
+from tests.monarch.forked import STAND_IN, forking
 from tests.processes import fork
 from tests.support import free_port
 
@@ -95,7 +94,10 @@ class Job:
             )
             for i, address in enumerate(addresses)
         ]
-        self._forking = None if fresh or wrappers else self._fork_workers()
+        self._forking = contextlib.ExitStack()
+        command = []
+        if not fresh and not wrappers:
+            command = self._forking.enter_context(forking(self._base, self._environment))
         ours, theirs = socket.socketpair()
         with open(self._base / "output", "ab") as output, Connection(theirs.detach()) as pipe:
             self._root = fork(
@@ -104,7 +106,7 @@ class Job:
                 workers,
                 transport,
                 addresses,
-                forked.command(self._workers_address) if self._forking else [],
+                command,
                 files={1: output.fileno(), 2: output.fileno()},
                 environment=self._environment,
             )
@@ -115,18 +117,6 @@ class Job:
         self._ready: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self._waiting[next(self._ids)] = self._ready
         threading.Thread(target=self._read, daemon=True).start()
-
-    @property
-    def _workers_address(self) -> str:
-        return str(self._base / "workers")
-
-    def _fork_workers(self) -> BaseProcess:
-        """A process that forks the workers."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind(self._workers_address)
-            listener.listen()
-            files = {0: listener.fileno()}
-            return fork(forked.serve, files=files, environment=self._environment)
 
     def _popen(
         self, command: Sequence[str], extra: dict[str, str], **options: Any
@@ -163,7 +153,7 @@ class Job:
             if f"{_MARK}={self.mark}".encode() not in Path(f"/proc/{pid}/environ").read_bytes():
                 return False
             # The worker counts, not what the engine has started in its place.
-            return forked.STAND_IN.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+            return STAND_IN.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             return False
 
@@ -244,9 +234,7 @@ class Job:
             host.kill()
             host.wait()
         self._pipe.close()
-        if self._forking is not None:
-            self._forking.kill()
-            self._forking.join()
+        self._forking.close()
         kill_all(self.processes, _END_S)
         shutil.rmtree(self._base, ignore_errors=True)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -65,7 +64,7 @@ def main(
     addresses: Sequence[str],
     command: Sequence[str],
 ) -> None:
-    """Serve the pipe until it closes. With ``command``, workers are interpreters that run that."""
+    """Serve the pipe until it closes. With ``command``, that is started in place of workers."""
     monarch.actor.unhandled_fault_hook = _note
     if addresses:
         enable_transport(transport or ChannelTransport.TcpWithLocalhost)
@@ -83,7 +82,7 @@ async def _serve(
         HERE.hosts = attach_to_workers(ca="trust_all_connections", workers=list(addresses))
         await HERE.hosts.initialized
     hosts = HERE.hosts or this_host()
-    how = BootstrapCommand(sys.executable, None, [*command], {}) if command else None
+    how = BootstrapCommand(command[0], None, [*command[1:]], {}) if command else None
     HERE.workers = hosts.spawn_procs({"procs": workers}, bootstrap_command=how)
     HERE.actors = HERE.workers.spawn("worker", Worker).flatten("worker")
     await HERE.actors.do.call(_ready, ())
