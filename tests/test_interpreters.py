@@ -6,10 +6,12 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 from tests.interpreters.starting import Starter, starter
+from tests.monarch.forked import forking
 from tests.processes import run_program, run_script
 from tests.support import children, commands, open_files, running_store
 
@@ -73,6 +75,19 @@ async def test_what_a_twin_forks_is_as_what_a_program_starts(tmp_path: Path) -> 
         assert not errors
         # All but the last, whether torch is imported, as it is with a new interpreter.
         assert said == f"True 3 True True {twin}\n"
+
+
+def test_what_stands_in_for_a_worker_passes_on_what_it_says_and_how_it_ends() -> None:
+    with tempfile.TemporaryDirectory(
+        prefix="ts-", dir="/tmp"
+    ) as folder:  # a socket's path is short
+        variables = {**os.environ, "MONARCH_ERROR_DURING_BOOTSTRAP_FOR_TESTING": "1"}
+        with forking(Path(folder), os.environ) as command:
+            done = subprocess.run(
+                command, env=variables, capture_output=True, text=True, timeout=200, check=False
+            )
+    assert done.returncode == 1
+    assert "Failed to bootstrap proc due to: Error during bootstrap for testing" in done.stderr
 
 
 _KEPT = ("Umask", "PPid", "SigBlk", "SigIgn", "SigCgt", "CapEff", "NoNewPrivs", "Cpus_allowed")
