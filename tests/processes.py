@@ -27,6 +27,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO, Any
 
+from tests.interpreters.twins import have_twin
+
 __all__ = [
     "Program",
     "Script",
@@ -160,8 +162,14 @@ async def run_program(
     directory: str | Path = ".",
     environment: Mapping[str, str] = os.environ,
     timeout: float = 200.0,
+    twin: bool = False,
+    executable: str | Path = sys.executable,
 ) -> tuple[int, str, str]:
     """``python PATH ARGUMENTS`` in a directory, by a process of the fork server.
+
+    Args:
+        twin: what the program starts with ``multiprocessing`` has imported torch, too.
+        executable: what the program takes for its interpreter.
 
     Returns:
         Its exit status, and what it wrote to its output and to its standard error.
@@ -171,6 +179,8 @@ async def run_program(
             _run_path,
             [str(path), *arguments],
             str(directory),
+            twin,
+            str(executable),
             files={1: out.fileno(), 2: err.fileno()},
             environment=environment,
         )
@@ -184,8 +194,13 @@ async def run_program(
         return status, _text(out), _text(err)
 
 
-def _run_path(command: list[str], directory: str) -> None:
+def _run_path(
+    command: list[str], directory: str, twin: bool = False, executable: str = sys.executable
+) -> None:
     os.setsid()
+    if twin:
+        have_twin()
+    sys.executable = executable
     os.chdir(directory)
     sys.argv[:] = command
     sys.path.insert(0, str(Path(command[0]).parent))

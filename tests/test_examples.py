@@ -69,7 +69,11 @@ async def finished(name: str, *arguments: str) -> tuple[int, str, str]:
     environment = {**os.environ, _MARK: mark, "GLOO_SOCKET_IFNAME": "lo"}
     try:
         ended = await run_program(
-            EXAMPLES / name, *arguments, environment=environment, timeout=PATIENCE_S
+            EXAMPLES / name,
+            *arguments,
+            environment=environment,
+            timeout=PATIENCE_S,
+            twin=True,
         )
         await until(lambda: not left_over(mark))  # a fork server ends by itself
     finally:

@@ -6,11 +6,13 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 from tests.interpreters.starting import Starter, starter
-from tests.processes import run_script
+from tests.monarch.forked import forking
+from tests.processes import run_program, run_script
 from tests.support import children, commands, open_files, running_store
 
 _COUNTS = "import gc, {0}; print(gc.get_freeze_count(), len(gc.get_objects()), gc.isenabled())"
@@ -33,6 +35,59 @@ async def test_what_the_fork_server_forks_does_not_take_torch_apart_when_it_ends
     print(len(of_torch) > 100, any(of_torch))
     """
     assert await run_script(body) == "True False\n"
+
+
+_STARTS_CHILDREN = """
+import multiprocessing, os, signal, sys
+
+def child(told, imported):
+    own = os.getpid(), os.getppid(), os.getsid(0), os.getcwd(), os.environ["OF_THIS_CHILD"]
+    shown = b"OF_THIS_CHILD=value" in open("/proc/self/environ", "rb").read()
+    blocked = signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    told.put((own, shown, blocked, imported))
+    sys.exit(3)
+
+class Imported:
+    def __reduce__(self):  # what a new process has imported before it does anything
+        return eval, ("'torch' in __import__('sys').modules",)
+
+if __name__ == "__main__":
+    os.environ["OF_THIS_CHILD"] = "value"
+    os.chdir("..")
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    context = multiprocessing.get_context("spawn")
+    told = context.SimpleQueue()
+    process = context.Process(target=child, args=(told, Imported()))
+    process.start()
+    own, *seen = told.get()
+    process.join()
+    same = own == (process.pid, os.getpid(), os.getsid(0), os.getcwd(), "value")
+    print(same, process.exitcode, *seen)
+"""
+
+
+async def test_what_a_twin_forks_is_as_what_a_program_starts(tmp_path: Path) -> None:
+    program = tmp_path / "folder" / "program.py"
+    program.parent.mkdir()
+    program.write_text(_STARTS_CHILDREN)
+    for twin in (False, True):
+        _, said, errors = await run_program(program, directory=program.parent, twin=twin)
+        assert not errors
+        # All but the last, whether torch is imported, as it is with a new interpreter.
+        assert said == f"True 3 True True {twin}\n"
+
+
+def test_what_stands_in_for_a_worker_passes_on_what_it_says_and_how_it_ends() -> None:
+    with tempfile.TemporaryDirectory(
+        prefix="ts-", dir="/tmp"
+    ) as folder:  # a socket's path is short
+        variables = {**os.environ, "MONARCH_ERROR_DURING_BOOTSTRAP_FOR_TESTING": "1"}
+        with forking(Path(folder), os.environ) as command:
+            done = subprocess.run(
+                command, env=variables, capture_output=True, text=True, timeout=200, check=False
+            )
+    assert done.returncode == 1
+    assert "Failed to bootstrap proc due to: Error during bootstrap for testing" in done.stderr
 
 
 _KEPT = ("Umask", "PPid", "SigBlk", "SigIgn", "SigCgt", "CapEff", "NoNewPrivs", "Cpus_allowed")

@@ -1,5 +1,5 @@
 """The Monarch examples, the program of docs/monarch.md and the benchmarks inside jobs, run as a
-user runs them: in jobs of their own.
+user runs them: in jobs of their own, whose processes are forked with torch imported.
 """
 
 from __future__ import annotations
@@ -7,10 +7,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
+import shutil
+import sys
+import tempfile
 import uuid
 from pathlib import Path
 
 import pytest
+from tests.monarch.forked import forking
 from tests.processes import run_program
 from tests.support import until
 from tests.test_examples import EXAMPLES, left_over
@@ -30,12 +35,27 @@ async def run(program: Path, *arguments: str, patience: float = PATIENCE_S) -> t
     """
     mark = uuid.uuid4().hex
     environment = {**os.environ, _MARK: mark}
+    folder = Path(tempfile.mkdtemp(prefix="ts-", dir="/tmp"))
     try:
-        ended = await run_program(program, *arguments, environment=environment, timeout=patience)
-        await until(lambda: not left_over(mark))
+        with forking(folder, environment) as command:
+            executable = folder / "python"
+            executable.write_text(
+                '#!/bin/sh\n[ "$2" = monarch._src.actor.bootstrap_main ] && '
+                f'exec {shlex.join(command)}\nexec {shlex.quote(sys.executable)} "$@"\n'
+            )
+            executable.chmod(0o700)
+            ended = await run_program(
+                program,
+                *arguments,
+                environment=environment,
+                timeout=patience,
+                executable=executable,
+            )
+            await until(lambda: not left_over(mark))
     finally:
         for one in left_over(mark):
             one.kill()
+        shutil.rmtree(folder)
     return ended
 
 

@@ -42,7 +42,9 @@ async def test_programs_print_what_it_says(code: str, printed: str, tmp_path: Pa
     program = tmp_path / "program.py"  # a file: spawned children import it
     program.write_text(code)
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    status, out, err = await run_program(program, directory=tmp_path, environment=environment)
+    status, out, err = await run_program(
+        program, directory=tmp_path, environment=environment, twin=True
+    )
     assert status == 0, err
     assert not err
     assert printed

@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tests.monarch.forked import STAND_IN, forking
 from tests.processes import fork
 from tests.support import free_port
 
@@ -54,6 +55,8 @@ class Job:
         addresses: for each host, where it listens (``tcp://…``); None: free ports here.
         transport: how the engine reaches the root (``tcp://…``); with hosts, by default over the
             loopback.
+        fresh: the workers are new interpreters, which have not imported torch; as they are with
+            wrappers.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Job:
         wrappers: Sequence[Sequence[str]] = (),
         addresses: Sequence[str] | None = None,
         transport: str = "",
+        fresh: bool = False,
     ) -> None:
         self.mark = uuid.uuid4().hex
         # Short: a Unix socket's path has at most 107 bytes.
@@ -90,6 +94,10 @@ class Job:
             )
             for i, address in enumerate(addresses)
         ]
+        self._forking = contextlib.ExitStack()
+        command = []
+        if not fresh and not wrappers:
+            command = self._forking.enter_context(forking(self._base, self._environment))
         ours, theirs = socket.socketpair()
         with open(self._base / "output", "ab") as output, Connection(theirs.detach()) as pipe:
             self._root = fork(
@@ -98,6 +106,7 @@ class Job:
                 workers,
                 transport,
                 addresses,
+                command,
                 files={1: output.fileno(), 2: output.fileno()},
                 environment=self._environment,
             )
@@ -141,7 +150,10 @@ class Job:
         if pid == self.pid:  # forked: what the system knows of its environment is another's
             return True
         try:
-            return f"{_MARK}={self.mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+            if f"{_MARK}={self.mark}".encode() not in Path(f"/proc/{pid}/environ").read_bytes():
+                return False
+            # The worker counts, not what the engine has started in its place.
+            return STAND_IN.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             return False
 
@@ -222,6 +234,7 @@ class Job:
             host.kill()
             host.wait()
         self._pipe.close()
+        self._forking.close()
         kill_all(self.processes, _END_S)
         shutil.rmtree(self._base, ignore_errors=True)
 
@@ -236,11 +249,17 @@ def kill_all(running: Callable[[], Iterable[int]], timeout: float) -> None:
         time.sleep(0.01)
 
 
-def _root(pipe: Connection, workers: int, transport: str, addresses: Sequence[str]) -> None:
+def _root(
+    pipe: Connection,
+    workers: int,
+    transport: str,
+    addresses: Sequence[str],
+    command: Sequence[str],
+) -> None:
     from tests.monarch.root import main  # imports Monarch
 
     os.chdir(_REPOSITORY)
-    main(pipe, workers, transport, addresses)
+    main(pipe, workers, transport, addresses, command)
 
 
 def running() -> set[int]:

@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import monarch.actor
+from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 from monarch.actor import (
     Actor,
     ChannelTransport,
@@ -56,24 +57,33 @@ HERE = _Here()
 HERE.failures = []
 
 
-def main(pipe: Connection, workers: int, transport: str, addresses: Sequence[str]) -> None:
-    """Serve the pipe until it closes."""
+def main(
+    pipe: Connection,
+    workers: int,
+    transport: str,
+    addresses: Sequence[str],
+    command: Sequence[str],
+) -> None:
+    """Serve the pipe until it closes. With ``command``, that is started in place of workers."""
     monarch.actor.unhandled_fault_hook = _note
     if addresses:
         enable_transport(transport or ChannelTransport.TcpWithLocalhost)
-    asyncio.run(_serve(pipe, workers, addresses))
+    asyncio.run(_serve(pipe, workers, addresses, command))
 
 
 def _note(failure: MeshFailure) -> None:
     HERE.failures.append(str(failure))
 
 
-async def _serve(pipe: Connection, workers: int, addresses: Sequence[str]) -> None:
+async def _serve(
+    pipe: Connection, workers: int, addresses: Sequence[str], command: Sequence[str]
+) -> None:
     if addresses:
         HERE.hosts = attach_to_workers(ca="trust_all_connections", workers=list(addresses))
         await HERE.hosts.initialized
     hosts = HERE.hosts or this_host()
-    HERE.workers = hosts.spawn_procs({"procs": workers})
+    how = BootstrapCommand(command[0], None, [*command[1:]], {}) if command else None
+    HERE.workers = hosts.spawn_procs({"procs": workers}, bootstrap_command=how)
     HERE.actors = HERE.workers.spawn("worker", Worker).flatten("worker")
     await HERE.actors.do.call(_ready, ())
     pipe.send_bytes(pickle.dumps((0, True, None)))

@@ -18,7 +18,7 @@ async def test_volumes_of_a_process_that_imports_torch_for_long_are_kept(tmp_pat
     """For longer than a relay may be silent."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)
-    with Job(workers=1, hosts=1) as job:
+    with Job(workers=1, hosts=1, fresh=True) as job:
         await job.root(acts.initialize_on_workers)
         await job.root(acts.put_ones, "k", MB, 7)
         importing = asyncio.ensure_future(job.at(0, slow_torch.import_slowly, str(gate)))
