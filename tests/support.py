@@ -132,7 +132,7 @@ async def halt(pid: int) -> None:
 def stop(pid: int) -> None:
     """The same, in the middle of a step of the event loop."""
     os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while _states(pid) != {"T"}:
         assert time.monotonic() < deadline, _states(pid)
 
