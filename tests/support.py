@@ -49,6 +49,7 @@ __all__ = [
     "start_store",
     "turn",
     "until",
+    "until_none",
     "used",
 ]
 
@@ -90,6 +91,25 @@ async def until(predicate: Callable[[], Awaitable[Any] | Any], timeout: float = 
         pause = min(pause, _LONGEST_POLL_S)
         await asyncio.sleep(pause)
         paused += pause
+
+
+async def until_none(found: Callable[[], object], timeout: float = 60.0) -> None:
+    """Poll until nothing is found.
+
+    Raises:
+        AssertionError: as :func:`until`; it says what is still found.
+    """
+    last: object = None
+
+    def none() -> bool:
+        nonlocal last
+        last = found()
+        return not last
+
+    try:
+        await until(none, timeout)
+    except AssertionError as error:
+        raise AssertionError(f"after {timeout} s there still is {last!r}") from error
 
 
 def children(pid: int | None = None) -> set[int]:

@@ -398,7 +398,7 @@ async def test_ls_into_a_pipe_that_closes(options: tuple[str, ...], store: ts.Cl
         assert process.stdout.read(1)
         process.stdout.close()
         assert await asyncio.to_thread(process.stderr.read) == ""
-        assert await asyncio.to_thread(process.wait, 10) == 128 + signal.SIGPIPE
+        assert await asyncio.to_thread(process.wait, 60) == 128 + signal.SIGPIPE
 
 
 @pytest.mark.thorough
