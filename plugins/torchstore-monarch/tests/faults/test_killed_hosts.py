@@ -24,7 +24,7 @@ from tests.monarch.losses import (
     says_lost,
     try_get,
 )
-from tests.support import halt, resume, until
+from tests.support import halt, resume, until, until_none
 
 import torchstore_core as ts
 from torchstore_core.testing.timers import within
@@ -154,7 +154,7 @@ async def test_the_server_and_its_keeper(two_hosts: Job) -> None:
     pids = {v.pid for v in status.volumes}
     await until(lambda: not pids & two_hosts.processes(), 30)
     await two_hosts.root(acts.shutdown)
-    await until(lambda: two_hosts.directories() == [], 10)
+    await until_none(two_hosts.left)
     assert two_hosts.ended() is None
 
 
