@@ -49,6 +49,7 @@ __all__ = [
     "start_store",
     "turn",
     "until",
+    "until_none",
     "used",
 ]
 
@@ -92,6 +93,25 @@ async def until(predicate: Callable[[], Awaitable[Any] | Any], timeout: float = 
         paused += pause
 
 
+async def until_none(found: Callable[[], object], timeout: float = 60.0) -> None:
+    """Poll until nothing is found.
+
+    Raises:
+        AssertionError: as :func:`until`; it says what is still found.
+    """
+    last: object = None
+
+    def none() -> bool:
+        nonlocal last
+        last = found()
+        return not last
+
+    try:
+        await until(none, timeout)
+    except AssertionError as error:
+        raise AssertionError(f"after {timeout} s there still is {last!r}") from error
+
+
 def children(pid: int | None = None) -> set[int]:
     """The processes that a process (None: this one) has started and not waited for."""
     found: set[int] = set()
@@ -132,7 +152,7 @@ async def halt(pid: int) -> None:
 def stop(pid: int) -> None:
     """The same, in the middle of a step of the event loop."""
     os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while _states(pid) != {"T"}:
         assert time.monotonic() < deadline, _states(pid)
 

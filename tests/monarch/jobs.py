@@ -161,6 +161,14 @@ class Job:
         """What there is of the job's socket directories."""
         return os.listdir(self.directory) if self.directory.exists() else []
 
+    def left(self) -> dict[str, list[str]]:
+        """The same, with what is in each: its sockets say whose it is."""
+        found = {}
+        for name in self.directories():
+            with contextlib.suppress(OSError):  # it was just removed
+                found[name] = os.listdir(self.directory / name)
+        return found
+
     def output(self) -> str:
         """What all processes of the job said so far."""
         return (self._base / "output").read_text(errors="replace")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.monarch import acts
 from tests.monarch.jobs import Job
-from tests.support import until
+from tests.support import until, until_none
 
 import torchstore_core as ts
 
@@ -31,7 +31,7 @@ REPAIRED_S = 60.0
 async def end_store(job: Job) -> None:
     """What a test has killed is no longer its store's; nothing else of the store is left."""
     await job.root(acts.shutdown)
-    await until(lambda: job.directories() == [], 10)
+    await until_none(job.left)
 
 
 async def says_lost(job: Job, worker: int, key: str) -> bool:

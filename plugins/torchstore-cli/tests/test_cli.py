@@ -398,7 +398,7 @@ async def test_ls_into_a_pipe_that_closes(options: tuple[str, ...], store: ts.Cl
         assert process.stdout.read(1)
         process.stdout.close()
         assert await asyncio.to_thread(process.stderr.read) == ""
-        assert await asyncio.to_thread(process.wait, 10) == 128 + signal.SIGPIPE
+        assert await asyncio.to_thread(process.wait, 60) == 128 + signal.SIGPIPE
 
 
 @pytest.mark.thorough
@@ -631,7 +631,7 @@ async def test_serve(runtime_directory: Path):
         for pid in (process.pid, ready["pid"]):
             assert not any("libtorch" in path for path in _mapped(pid))
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(process.wait, 5) == 0
+        assert await asyncio.to_thread(process.wait, 60) == 0
         with pytest.raises(StoreClosedError):
             await client.put("w", value)
         await ts.shutdown()
@@ -648,7 +648,7 @@ async def test_serve_with_fields_of_a_strategy(runtime_directory: Path):
         assert (await client.stat("w")).copies == 3
         await ts.shutdown()
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(process.wait, 5) == 0
+        assert await asyncio.to_thread(process.wait, 60) == 0
 
 
 def _mapped(pid: int) -> list[str]:
@@ -670,7 +670,7 @@ async def test_serve_for_people():
         assert f"export TORCHSTORE_ADDRESS={address}" in shell
         assert (await torchstore("status", "--address", address)).status == 0
         process.send_signal(signal.SIGINT)
-        assert await asyncio.to_thread(process.wait, 5) == 0
+        assert await asyncio.to_thread(process.wait, 60) == 0
     finally:
         process.kill()
         process.communicate()
@@ -686,7 +686,7 @@ async def test_serve_in_a_directory(runtime_directory: Path):
         assert "running in" in error["message"]
         assert (await torchstore("status", "--address", ready["address"])).status == 0
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(process.wait, 5) == 0
+        assert await asyncio.to_thread(process.wait, 60) == 0
     assert not new.exists()
     new.mkdir()
     new.chmod(0o777)
@@ -700,7 +700,7 @@ async def test_serve_in_a_directory(runtime_directory: Path):
     with serving("--directory", str(new)) as (process, ready):  # over what the killed one left
         assert (await torchstore("status", "--address", ready["address"])).status == 0
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(process.wait, 5) == 0
+        assert await asyncio.to_thread(process.wait, 60) == 0
     assert not (new / "control.sock").exists()
     assert new.exists()  # it was there before
 

@@ -83,7 +83,7 @@ async def test_clients_go_on_when_the_server_is_killed(tmp_path: Path, directory
         assert len(pids) == 3
         assert (await client.status()).keeper_pid == process.pid
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(process.wait, 10) == 0
+        assert await asyncio.to_thread(process.wait, 60) == 0
         assert not any(map(is_there, pids))
         await ts.shutdown()
     assert [path.name for path in directory.iterdir()] == ["other"]

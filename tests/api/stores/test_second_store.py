@@ -326,7 +326,7 @@ async def _at_once() -> ts.Client:
 def test_threads_that_ask_at_once_get_one_store(nothing_left: None) -> None:
     with futures.ThreadPoolExecutor(3) as threads:
         made = [threads.submit(blocking.connect_or_initialize, **SMALL) for _ in range(3)]
-        clients = [one.result(30) for one in made]
+        clients = [one.result(60) for one in made]
     pids = {client.status().controller_pid for client in clients}
     blocking.shutdown()
     assert len(pids) == 1

@@ -87,7 +87,7 @@ class Store:
         self._volumes: list[BaseProcess] = []
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
         self._thread.start()
-        assert self._ready.wait(30)
+        assert self._ready.wait(60)
         assert self.address
 
     async def _run(self) -> None:

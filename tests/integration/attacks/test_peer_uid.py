@@ -62,7 +62,7 @@ def as_uid(uid: int, function: Callable[[], str]) -> str:
 def greeting(path: Path) -> str:
     """How a socket answers a hello."""
     with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(10)
+        sock.settimeout(60)
         try:
             sock.connect(str(path))
             sock.sendall(HELLO)
@@ -77,7 +77,7 @@ def greeting(path: Path) -> str:
 def descriptors(path: Path) -> str:
     """How many file descriptors the socket of the shm transport gives away."""
     with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(10)
+        sock.settimeout(60)
         try:
             sock.connect(str(path))
             _, fds, _, _ = socket.recv_fds(sock, 4096, 16)

@@ -156,7 +156,7 @@ async def test_a_channel_that_is_let_in_too_late_does_not_wait_for_its_own_threa
 
     def connected(hello: m.Hello) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX)
-        sock.settimeout(5)
+        sock.settimeout(60)
         sock.connect(path)
         sock.sendall(encode(hello))
         return sock

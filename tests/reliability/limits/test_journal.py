@@ -88,7 +88,7 @@ def put_half(address: str) -> None:
     reader = FrameReader(m.MAX_FRAME)
     item = m.PutItem("half", TensorMeta("uint8", (1 << 20,)), 1 << 20)
     with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(10)
+        sock.settimeout(60)
         sock.connect(address.removeprefix("unix:"))
         facts = ClientFacts(4711, here.host_id, "far", 3)
         for request in (m.Hello(1, m.PROTOCOL_VERSION, b"", here, facts), m.Put(2, 1, [item])):

@@ -49,7 +49,7 @@ class Interrupted(Strategy, frozen=True, tag="interrupted"):
 
 def connected(path: str, token: bytes) -> tuple[socket.socket, m.Welcome]:
     sock = socket.socket(socket.AF_UNIX)
-    sock.settimeout(10)
+    sock.settimeout(60)
     sock.connect(path)
     sock.sendall(encode(m.Hello(1, m.PROTOCOL_VERSION, token, HERE, FACTS)))
     welcome = received(sock)

@@ -55,7 +55,7 @@ async def channels() -> int:
 def in_thread(work: Callable[[], None]) -> None:
     thread = threading.Thread(target=work)
     thread.start()
-    thread.join(30)
+    thread.join(60)
     assert not thread.is_alive()
 
 
@@ -281,7 +281,7 @@ def test_a_commit_is_awaited_on_the_loop_of_another_thread():
         handle = await ts.put_state_dict({"w": torch.zeros(300_000)}, "far", blocking=False)
         thread = threading.Thread(target=lambda: asyncio.run(ask(handle)))
         thread.start()
-        assert asking.wait(30)
+        assert asking.wait(60)
         assert not handle.done()
         ref = await handle
         await asyncio.to_thread(thread.join, 30)

@@ -165,7 +165,7 @@ async def test_a_reference_in_a_queue_of_multiprocessing():
         queue.put(ref)
         ref = None
         await stays_used(SIZE, 2 * GRACE_S)
-        received = await asyncio.to_thread(queue.get, timeout=10)
+        received = await asyncio.to_thread(queue.get, timeout=60)
         assert (await ts.get(received))[0] == 9
         del received
         await until_used(0)

@@ -48,7 +48,7 @@ class _Store:
         assert {entry["chosen"] for entry in await self.client.explain()} == {"tcp"}
 
     def stranger(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=10)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=60)
 
 
 @asynccontextmanager

@@ -147,7 +147,7 @@ async def test_plain_bytes_at_an_encrypted_port(
 ) -> None:
     _use(monkeypatch, authorities[0])
     async with linked() as (_, there):
-        with socket.create_connection(there.endpoint, timeout=10) as sock:
+        with socket.create_connection(there.endpoint, timeout=60) as sock:
             sock.sendall(os.urandom(2000))
             with contextlib.suppress(ConnectionResetError):
                 while await asyncio.to_thread(sock.recv, 1000):
@@ -162,7 +162,7 @@ async def test_a_slow_handshake_at_an_encrypted_port(
     _use(monkeypatch, authorities[0])
     monkeypatch.setattr("torchstore_transports.tcp.serving.peers.GREETING_S", 2.0)
     async with linked() as (_, there):
-        slow = socket.create_connection(there.endpoint, timeout=10)
+        slow = socket.create_connection(there.endpoint, timeout=60)
         async with within(5):
             # The head of a record of 16 KB, as a greeting of TLS begins.
             await asyncio.to_thread(drip, slow, bytes.fromhex("16030140000100"))

@@ -37,7 +37,7 @@ MAGIC = b"torchstore tcp 1"
 
 @contextmanager
 def _stranger(there: Volume) -> Iterator[socket.socket]:
-    with socket.create_connection(there.endpoint, timeout=10) as sock:
+    with socket.create_connection(there.endpoint, timeout=60) as sock:
         yield sock
 
 
@@ -213,7 +213,7 @@ async def test_a_client_that_asks_for_nonsense(request_: bytes) -> None:
         assert there.welcome is not None
         with _stranger(there) as sock:
             authentication.introduce(sock, there.welcome.ticket, there.welcome.secret, 5.0)
-            sock.settimeout(10)
+            sock.settimeout(60)
             sock.sendall(request_)
             head = await asyncio.to_thread(sock.recv, ANSWER.size, socket.MSG_WAITALL)
             outcome, _, _, _, nbytes = ANSWER.unpack(head)

@@ -300,8 +300,8 @@ def test_threads_of_a_spawned_process_may_put_at_the_same_time(
         # The second may begin only when the first has ended; if it does not wait, the first does.
         first = threads.submit(encoded, begun.set, lambda: beside.wait(0.2))
         first.add_done_callback(lambda _: ended.set())
-        begun.wait(10)
-        second = threads.submit(encoded, beside.set, lambda: ended.wait(10))
+        begun.wait(60)
+        second = threads.submit(encoded, beside.set, lambda: ended.wait(60))
         made = [first.result(), second.result()]
     monkeypatch.delitem(sys.modules, "__mp_main__")
     for meta, data in made:

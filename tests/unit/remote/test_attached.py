@@ -111,7 +111,7 @@ async def test_a_server_that_does_not_answer(stage: Backstage, tmp_path: Path) -
             stage.do(attach())
         peer, _ = silent.accept()
         with peer:
-            peer.settimeout(5)
+            peer.settimeout(60)
             while peer.recv(1 << 16):
                 continue  # what it said, until it has hung up
     stage.do(volume.close())

@@ -48,7 +48,7 @@ def torchstore_transport():
 
 def wait_without_turning(caplog: pytest.LogCaptureFixture, text: str) -> None:
     """Block the event loop until the log has a text."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while text not in caplog.text and time.monotonic() < deadline:
         time.sleep(0.01)
 

@@ -218,7 +218,7 @@ class _Late(SpillObjects):
 
     def tidy(self) -> None:
         if self.held is not None:
-            self.held.wait(20)
+            self.held.wait(60)
         super().tidy()
 
 

@@ -59,8 +59,8 @@ def test_they_come_after_what_clients_wait_for() -> None:
 
     def priority() -> Callable[[], None]:
         found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        both.wait(20)
-        release.wait(20)
+        both.wait(60)
+        release.wait(60)
         return lambda: None
 
     own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
@@ -68,7 +68,7 @@ def test_they_come_after_what_clients_wait_for() -> None:
     for _ in range(2):
         workers.submit(priority, never)
     workers.hurry()
-    both.wait(20)
+    both.wait(60)
     release.set()
     workers.close()
     assert sorted(found) == [own, min(own + 5, 19)]

@@ -1,7 +1,10 @@
-"""``kill -9`` on other hosts than the root's: of a process there, of the controller, of a host."""
+"""``kill -9`` on other hosts than the root's: of a process there, of the controller, of a host; and
+one that stands still.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -21,7 +24,7 @@ from tests.monarch.losses import (
     says_lost,
     try_get,
 )
-from tests.support import until
+from tests.support import halt, resume, until, until_none
 
 import torchstore_core as ts
 from torchstore_core.testing.timers import within
@@ -106,6 +109,25 @@ async def test_the_process_of_a_relay(two_hosts: Job) -> None:
     assert two_hosts.ended() is None
 
 
+async def test_hosts_that_stand_still_while_their_store_ends(two_hosts: Job) -> None:
+    """Longer than their relays wait for an answer: they ask who leads to the server, and the engine
+    stops them before they are told. Whoever has the answer lives on, and with it the job.
+    """
+    await two_hosts.root(acts.initialize_on_hosts, {"strategy": "host"})
+    agents = [volume.pid for volume in (await two_hosts.root(acts.status)).volumes]
+    for pid in agents:
+        await halt(pid)
+    ending = asyncio.ensure_future(two_hosts.root(acts.shutdown))
+    await asyncio.wait([ending], timeout=4.0)
+    for pid in agents:
+        resume(pid)
+    await ending
+    await until(lambda: not {*agents} & two_hosts.processes(), 60)
+    await two_hosts.root(acts.initialize_on_hosts, {"strategy": "host"})
+    await two_hosts.at(0, acts.put_ones, "k", MB)
+    assert await two_hosts.at(1, acts.get_shape, "k") == ((MB,), [1])
+
+
 async def test_the_server_and_its_keeper(two_hosts: Job) -> None:
     """A server alone comes back, see ``test_comebacks``."""
     await two_hosts.root(acts.initialize_on_hosts, {"strategy": "host"})
@@ -132,7 +154,7 @@ async def test_the_server_and_its_keeper(two_hosts: Job) -> None:
     pids = {v.pid for v in status.volumes}
     await until(lambda: not pids & two_hosts.processes(), 30)
     await two_hosts.root(acts.shutdown)
-    await until(lambda: two_hosts.directories() == [], 10)
+    await until_none(two_hosts.left)
     assert two_hosts.ended() is None
 
 

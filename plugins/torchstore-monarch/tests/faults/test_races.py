@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.monarch import acts
 from tests.monarch.jobs import Job, running
-from tests.support import until
+from tests.support import until, until_none
 
 import torchstore_core as ts
 from torchstore_core.machine import topology
@@ -37,13 +37,13 @@ def others_job() -> Iterator[Job]:
 
 async def _is_as_before(job: Job, before: tuple[set[int], set[str]]) -> None:
     """Nothing is left of ``race``; the other store is there; the name can be used."""
-    await until(lambda: (job.processes(), set(job.directories())) == before, 20)
+    await until(lambda: (job.processes(), set(job.directories())) == before, 60)
     for worker in (0, 1):
         assert await job.at(worker, acts.get, f"k{worker}", "innocent") == worker
     await job.at(0, acts.initialize, RACE)
     assert await job.at(1, acts.keys, "race") == []
     await job.at(1, acts.shutdown, "race")
-    await until(lambda: (job.processes(), set(job.directories())) == before, 20)
+    await until(lambda: (job.processes(), set(job.directories())) == before, 60)
     assert job.ended() is None
     assert await job.root(acts.failures) == []
 
@@ -215,7 +215,7 @@ async def test_one_process_of_each_host() -> None:
         await job.at(1, acts.put_ones, "k", MB)
         assert await job.at(3, acts.get_shape, "k") == ((MB,), [1])
         await job.root(acts.shutdown)
-        await until(lambda: job.directories() == [], 10)
+        await until_none(job.left)
         assert await job.at(0, acts.pid) == pids[0]
 
 

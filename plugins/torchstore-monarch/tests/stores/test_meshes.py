@@ -89,7 +89,7 @@ async def test_what_cannot_start_is_refused_and_leaves_nothing(job: Job) -> None
         await job.root(_initialize_with, 5, {})
     with pytest.raises(ts.TorchStoreError, match="bytes of shared memory"):
         await job.root(acts.initialize, {"capacity": 1 << 62, "store_name": "mesh"})
-    await until(lambda: (job.processes(), set(job.directories())) == before, 10)
+    await until(lambda: (job.processes(), set(job.directories())) == before, 60)
     # The name is free, and so is what was begun.
     await _started(job, "initialize")
     await _end(job)

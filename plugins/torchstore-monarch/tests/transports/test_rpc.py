@@ -329,7 +329,7 @@ async def test_a_volume_that_closes_waits_for_what_is_being_written(agent: _Agen
         closing = asyncio.ensure_future(half.close())
         ended, _ = await asyncio.wait([closing], timeout=0.1)
         assert not ended
-    await asyncio.wait_for(closing, 10)
+    await asyncio.wait_for(closing, 60)
     with pytest.raises(TransportError, match="has disconnected"):
         await half.write(agent.ticket, [(0, 0, 1)], b"1")
 
@@ -392,7 +392,7 @@ async def test_a_queued_write_that_is_cancelled_disturbs_nobody(
     assert second.cancelled()
     assert not link.unsettled
     stage.call(agent.gate.set)
-    await asyncio.wait_for(first, 10)
+    await asyncio.wait_for(first, 60)
     assert await agent.half.read(agent.ticket, [(0, 0, CHUNK)]) == b"\x01" * CHUNK
     link.close()
 
@@ -439,7 +439,7 @@ async def test_each_disconnect_waits_for_a_write_that_is_under_way(agent: _Agent
         ending = [asyncio.ensure_future(half.disconnect(PEER)) for _ in range(2)]
         ended, _ = await asyncio.wait(ending, timeout=0.1)
         assert not ended
-    await asyncio.wait_for(asyncio.gather(*ending), 10)
+    await asyncio.wait_for(asyncio.gather(*ending), 60)
     with pytest.raises(TransportError, match="has disconnected"):
         await half.write(agent.ticket, [(0, 0, 1)], b"1")
     assert await agent.admit() != agent.ticket
@@ -511,7 +511,7 @@ def _carry(
 async def test_garbage_ends_that_connection_alone(agent: _Agent, garbage: bytes) -> None:
     link = await agent.link()
     with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(10)
+        sock.settimeout(60)
         sock.connect(agent.forwarder.path)
         sock.sendall(garbage)
         sock.shutdown(socket.SHUT_WR)
@@ -544,7 +544,7 @@ async def test_idle_waits_for_writes_of_that_process_alone(agent: _Agent, stage:
     with pytest.raises(TimeoutError):
         waiting.result(0.2)
     stage.call(agent.gate.set)
-    await asyncio.wait_for(asyncio.wrap_future(waiting), 10)
+    await asyncio.wait_for(asyncio.wrap_future(waiting), 60)
     assert await agent.half.read(agent.ticket, [(0, 0, CHUNK)]) == b"\x05" * CHUNK
 
 

@@ -37,14 +37,19 @@ state = {{"m": StateDict(w=torch.frombuffer(memory, dtype=torch.uint8))}}
 Snapshot.async_take({folder!r} + "/0", {{"m": StateDict(w=torch.ones(9))}}, fsync=False).wait(300)
 writer = process.the_writer().pid
 
+interrupted = threading.Event()
+
 def interrupt(*_):
-    raise KeyboardInterrupt
+    if not interrupted.is_set():
+        interrupted.set()
+        raise KeyboardInterrupt
 
 def when_it_waits(thread=threading.main_thread()):
     # Two batches are staged, and the third one has to wait for the writer, which stands still.
     while not process._current._jobs or sum("/" in key for key in staged()) != 2:
         time.sleep(0.01)
-    signal.pthread_kill(thread.ident, signal.SIGUSR1)
+    while not interrupted.wait(0.1):  # one that comes just before it waits does not wake it
+        signal.pthread_kill(thread.ident, signal.SIGUSR1)
 
 def staged():
     call = asyncio.run_coroutine_threadsafe(keys(), loop)
@@ -94,15 +99,16 @@ writer = process.the_writer()
 interrupted = threading.Event()
 
 def interrupt(*_):
-    interrupted.set()
-    raise KeyboardInterrupt
+    if not interrupted.is_set():
+        interrupted.set()
+        raise KeyboardInterrupt
 
 def when_it_sends(thread=threading.main_thread()):
     # What the writer, which stands still, is to know of so many tensors fills the socket.
     while select.select([], [writer._connection], [], 0)[1]:
         time.sleep(0.01)
-    signal.pthread_kill(thread.ident, signal.SIGUSR1)
-    interrupted.wait()
+    while not interrupted.wait(0.1):  # one that comes just before it waits does not wake it
+        signal.pthread_kill(thread.ident, signal.SIGUSR1)
     os.kill(writer.pid, signal.SIGCONT)
 
 signal.signal(signal.SIGUSR1, interrupt)

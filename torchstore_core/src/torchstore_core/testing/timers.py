@@ -43,20 +43,23 @@ class _Waits:
 
     def __init__(self, process: str) -> None:
         self._process = Path(process)
-        self._for_processors = _waited_for_processors(self._process)
+        self._counts = _counts(self._process)
+        self._ahead = 0.0  # of a wait that is under way, which the kernel counts when it ends
 
     def meanwhile(self) -> float:
         """Seconds since the last call; those for a disk are whole slices."""
-        before, self._for_processors = (
-            self._for_processors,
-            _waited_for_processors(self._process),
-        )
         try:
-            stat = (self._process / "stat").read_text()
+            state = (self._process / "stat").read_text().rpartition(")")[2].split()[0]
         except OSError:  # it has ended
             return 0.0
-        for_disks = _SLICE_S if stat.rpartition(")")[2].split()[0] == "D" else 0.0
-        return self._for_processors - before + for_disks
+        if state == "D":
+            return _SLICE_S
+        before, self._counts = self._counts, _counts(self._process)
+        if state == "R" and before == self._counts != (0.0, 0.0):
+            self._ahead += _SLICE_S
+            return _SLICE_S
+        ahead, self._ahead = self._ahead, 0.0
+        return max(0.0, self._counts[1] - before[1] - ahead)
 
 
 @contextlib.asynccontextmanager
@@ -79,12 +82,15 @@ async def within(seconds: float) -> AsyncIterator[None]:
 def clock() -> float:
     """Seconds, which stop while this thread waits for a processor: that is the machine's fault."""
     thread = Path(f"/proc/self/task/{threading.get_native_id()}")
-    return time.perf_counter() - _waited_for_processors(thread)
+    return time.perf_counter() - _counts(thread)[1]
 
 
-def _waited_for_processors(task: Path) -> float:
-    """Seconds; 0 where the kernel does not count them, or the task has ended."""
+def _counts(task: Path) -> tuple[float, float]:
+    """For how many seconds a task has run, and has waited for a processor; (0, 0) where the kernel
+    does not count them, or it has ended.
+    """
     try:
-        return int((task / "schedstat").read_text().split()[1]) / 1e9
+        ran, waited = (task / "schedstat").read_text().split()[:2]
     except OSError:
-        return 0.0
+        return 0.0, 0.0
+    return int(ran) / 1e9, int(waited) / 1e9

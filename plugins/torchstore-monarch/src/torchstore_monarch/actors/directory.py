@@ -223,10 +223,17 @@ class Directory(Actor):
             _signal(store.led.switchboard_pid, signal.SIGTERM)
 
     @concurrent_endpoint
-    async def leader(self, store_id: str) -> tuple[int, Any] | None:
-        """Return the controller of a store, and how many others it has had; None for the controller
+    async def leader(self, store_id: str, back: Any) -> None:
+        """Send the controller of a store, and how many others it has had; None for the controller
         while another one is being started, and None if there is no such store.
+
+        Through a port, which may be gone: the engine ends an actor whose answer to a call does not
+        arrive, and an agent that asks may be stopped meanwhile.
         """
+        back.return_undeliverable = False
+        back.send(self._leader_of(store_id))
+
+    def _leader_of(self, store_id: str) -> tuple[int, Any] | None:
         for store in self._stores.values():
             if store.store_id == store_id and store.ending is None and not store.given_up:
                 return store.generation, store.controller if store.has_controller() else None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-from monarch.actor import Actor, concurrent_endpoint, context
+from monarch.actor import Actor, Channel, concurrent_endpoint, context
 
 from torchstore_core.errors import StoreClosedError, TorchStoreError, TransportNotReadyError
 from torchstore_core.machine import topology
@@ -60,6 +60,7 @@ class HostActor(Actor):
         self._relay: Relay | None = None
         self._forwarder: Forwarder | None = None
         self._controller: Any = None
+        self._stores: Any = None  # the job's directory
         self._store_id = ""
         self._own = False
         self._ended = False
@@ -93,8 +94,9 @@ class HostActor(Actor):
 
     async def _leader(self) -> tuple[int, Any] | None:
         """See ``Directory.leader``."""
-        found: tuple[int, Any] | None
-        found = await (await self._job.directory()).leader.call_one(self._store_id)
+        back, answers = Channel.open()
+        self._stores.leader.broadcast(self._store_id, back)
+        found: tuple[int, Any] | None = await answers.recv()
         return found
 
     async def _start(self, wanted: Placement) -> str:
@@ -164,6 +166,10 @@ class HostActor(Actor):
     async def _start_relay(self) -> str:
         if self._directory is None:
             raise StoreClosedError("this agent has ended")
+        # Not when it is needed: this actor may be stopped then, and the engine ends an actor whose
+        # answer does not arrive. This answer is that of its own in the root, and with that one end
+        # all actors of the job that are found by a name.
+        self._stores = await self._job.directory()
         here = msgspec.msgpack.encode(topology.probe())
         uplink = self._uplink = RelayUplink(self._controller, self._leader)
         directory = self._directory.path
