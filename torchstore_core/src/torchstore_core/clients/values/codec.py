@@ -43,6 +43,7 @@ from torchstore_core.clients.values.pieces import (
     LARGE,
     Buffer,
     Pieces,
+    is_of_array,
     memory_of,
     utf8_of,
     with_aside,
@@ -437,9 +438,11 @@ class _Written:
         self.write = self._chunks.append
 
     def keep(self, buffer: pickle.PickleBuffer) -> bool:
-        """Take large memory of an array or a tensor aside. Returns whether it is to be written."""
+        """Take large memory of an array or a tensor aside. Returns whether it is to be written, as
+        that of others is: what rebuilds these may rely on getting bytes, or a bytearray.
+        """
         memory = buffer.raw()
-        if len(memory) < LARGE:
+        if len(memory) < LARGE or not is_of_array(memory):
             return True
         self.aside.append(memory)
         return False

@@ -129,6 +129,15 @@ def memory_of(owner: object, address: int, nbytes: int) -> memoryview:
     return memoryview(memory)[:nbytes].cast("B")
 
 
+def is_of_array(memory: memoryview) -> bool:
+    """Whether this is memory of an array of numpy, or of :func:`memory_of`."""
+    owner = memory.obj
+    while isinstance(owner, memoryview):
+        owner = owner.obj
+    numpy = sys.modules.get("numpy")
+    return type(owner) is _Memory or (numpy is not None and type(owner) is numpy.ndarray)
+
+
 # Of any size, because making a type for each takes longer than all the rest.
 _Memory = ctypes.c_ubyte * sys.maxsize
 
