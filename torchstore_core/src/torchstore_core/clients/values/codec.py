@@ -586,8 +586,10 @@ def _plain_tensors() -> dict[type, Any]:
     def reduced(tensor: torch.Tensor) -> Any:
         if (full := compact(tensor)) is None:
             return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        data = pickle.PickleBuffer(memory_of(full, address_of("", full), full.nbytes))
-        what = data, tuple(full.shape), full.dtype
+        # Smaller memory is copied at once. What is detached keeps it if ``.data`` is replaced.
+        held = full.detach() if full.nbytes >= LARGE else full
+        memory = memory_of(held, address_of("", held), held.nbytes, lambda k: address_of(k, held))
+        what = pickle.PickleBuffer(memory), tuple(full.shape), full.dtype
         return tensor_on, what if full.is_contiguous() else (*what, full.stride())
 
     return {torch.Tensor: reduced}
