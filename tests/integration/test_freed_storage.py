@@ -315,6 +315,32 @@ async def test_resized_between_the_grant_and_the_copy(
     assert await client.keys() == []
 
 
+@by_link
+@pytest.mark.parametrize("wrap", [lambda t: [t], Holder], ids=["list", "class"])
+async def test_an_object_whose_tensor_changes_between_the_grant_and_the_copy(
+    client: ts.Client, wrap: Callable[[torch.Tensor], Any]
+) -> None:
+    """Its elements are copied from where they are: the process was ended by SIGSEGV."""
+    moved, freed, replaced = (torch.ones(700, 600) for _ in range(3))
+    async with call_beside(client):
+        puts = [
+            asyncio.create_task(client.put(key, wrap(tensor)))
+            for key, tensor in {"moved": moved, "freed": freed, "replaced": replaced}.items()
+        ]
+        await turn()
+        moved.resize_(3000, 3000)
+        freed.untyped_storage().resize_(0)
+        replaced.data = torch.zeros(3)
+        with pytest.raises(ts.UnsupportedValueError, match=r"'moved'.*resized while it was put"):
+            await puts[0]
+        with refused("freed"):
+            await puts[1]
+        await puts[2]
+    assert await client.keys() == ["replaced"]
+    value = await client.get("replaced")
+    assert (value[0] if isinstance(value, list) else value.tensor).sum() == 700 * 600
+
+
 class WindowLink(InProcessLink):
     """The same with a window."""
 

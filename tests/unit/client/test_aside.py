@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import ctypes
+import pickle
 import struct
 from typing import Any
 
@@ -209,6 +211,60 @@ def test_what_has_no_large_arrays_is_encoded_as_before(value: Any) -> None:
     before, data = encode_object("k", value, allow_pickle=True)
     assert meta == before
     assert (pieces if isinstance(pieces, bytes) else pieces.joined()) == data
+
+
+class OwnBytes(bytearray):
+    """As in Python's documentation of pickle: it is rebuilt from whatever owns its memory."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.rebuilt, (pickle.PickleBuffer(self),)
+
+    @classmethod
+    def rebuilt(cls, data: Any) -> OwnBytes:
+        with memoryview(data) as view:
+            return cls(view.obj)
+
+
+class Keeper:
+    """Its memory becomes what ``make`` makes of what pickle gives for it."""
+
+    def __init__(self, memory: Any, make: Any) -> None:
+        self.memory, self.make = memory, make
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.make, (pickle.PickleBuffer(self.memory),)
+
+
+def same_object(data: Any) -> Any:
+    return data
+
+
+def array_of(data: Any) -> Any:
+    return array.array("q", data)  # a view would be taken for a list of numbers
+
+
+INTEGERS = array.array("q", range(COUNT))
+
+
+@pytest.mark.parametrize(
+    ("value", "back"),
+    [
+        (OwnBytes(b"1234" * LARGE), OwnBytes(b"1234" * LARGE)),
+        (Keeper(b"b" * LARGE, same_object), b"b" * LARGE),
+        (Keeper(bytearray(LARGE), same_object), bytearray(LARGE)),
+        (Keeper(memoryview(bytearray(LARGE)), same_object), bytearray(LARGE)),
+        (Keeper(INTEGERS, array_of), INTEGERS),
+    ],
+    ids=["documented", "bytes", "bytearray", "view", "array"],
+)
+def test_what_is_no_array_is_rebuilt_from_bytes_as_before(value: Any, back: Any) -> None:
+    """From a view of the memory of the whole object, some became something else."""
+    large = np.arange(COUNT)
+    meta, data = encoded([value, large])
+    assert has_aside(meta)
+    first, second = decode_object("k", meta, data, allow_pickle=True)
+    assert (type(first), first) == (type(back), back)
+    assert np.array_equal(second, large)
 
 
 def test_what_is_kept_in_files_is_encoded_as_before() -> None:

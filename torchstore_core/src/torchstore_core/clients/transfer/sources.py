@@ -198,3 +198,5 @@ def look_again(sources: Iterable[Source]) -> None:
     for source in sources:
         if source.tensor is not None:
             source.address(source.tensor)
+        elif isinstance(source.data, Pieces):
+            source.data.check(source.key)

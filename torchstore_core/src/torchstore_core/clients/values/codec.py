@@ -43,6 +43,7 @@ from torchstore_core.clients.values.pieces import (
     LARGE,
     Buffer,
     Pieces,
+    is_of_array,
     memory_of,
     utf8_of,
     with_aside,
@@ -435,9 +436,11 @@ class _Written:
         self.write = self._chunks.append
 
     def keep(self, buffer: pickle.PickleBuffer) -> bool:
-        """Take large memory of an array or a tensor aside. Returns whether it is to be written."""
+        """Take large memory of an array or a tensor aside. Returns whether it is to be written, as
+        that of others is: what rebuilds these may rely on getting bytes, or a bytearray.
+        """
         memory = buffer.raw()
-        if len(memory) < LARGE:
+        if len(memory) < LARGE or not is_of_array(memory):
             return True
         self.aside.append(memory)
         return False
@@ -581,8 +584,10 @@ def _plain_tensors() -> dict[type, Any]:
     def reduced(tensor: torch.Tensor) -> Any:
         if (full := compact(tensor)) is None:
             return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        data = pickle.PickleBuffer(memory_of(full, address_of("", full), full.nbytes))
-        what = data, tuple(full.shape), full.dtype
+        # Smaller memory is copied at once. What is detached keeps it if ``.data`` is replaced.
+        held = full.detach() if full.nbytes >= LARGE else full
+        memory = memory_of(held, address_of("", held), held.nbytes, lambda k: address_of(k, held))
+        what = pickle.PickleBuffer(memory), tuple(full.shape), full.dtype
         return tensor_on, what if full.is_contiguous() else (*what, full.stride())
 
     return {torch.Tensor: reduced}

@@ -7,7 +7,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torchstore_core.errors import UnsupportedValueError
 from torchstore_core.machine.copying import Run
@@ -44,13 +44,30 @@ class Pieces:
         """The bytes, copied into one object."""
         return b"".join(self._buffers)
 
-    def runs(self, key: str, offset: int) -> list[Run]:
-        """The address of each buffer, its offset if the first is at ``offset``, and its size. No
-        buffer can be resized then, until :meth:`release`.
+    def check(self, key: str) -> None:
+        """Check again after other tasks may have run.
 
         Raises:
-            UnsupportedValueError: a buffer was resized before; the error names ``key``.
+            UnsupportedValueError: a tensor's memory was freed or moved; the error names ``key``.
         """
+        for buffer in self._buffers:
+            if type(buffer) is memoryview and type(owner := _owner_of(buffer)) is _Memory:
+                there: Callable[[str], int] | None = owner.there  # type: ignore[attr-defined]
+                if there is not None and there(key) != ctypes.addressof(owner):
+                    raise UnsupportedValueError(
+                        f"{key!r}: the storage of a tensor in it was resized while it was put; "
+                        "leave it alone until the put has returned",
+                        key=key,
+                    )
+
+    def runs(self, key: str, offset: int) -> list[Run]:
+        """The address of each buffer, its offset if the first is at ``offset``, and its size. No
+        bytearray can be resized then, until :meth:`release`.
+
+        Raises:
+            UnsupportedValueError: a buffer was resized or freed before; the error names ``key``.
+        """
+        self.check(key)
         found: list[Run] = []
         for buffer, size in zip(self._buffers, self._sizes, strict=True):
             if isinstance(buffer, bytearray):
@@ -122,11 +139,31 @@ def utf8_of(text: str) -> Buffer:
     return memory_of(text, _as_utf8(text, None), len(text))
 
 
-def memory_of(owner: object, address: int, nbytes: int) -> memoryview:
-    """Memory of ``owner``, which lives as long as this."""
+def memory_of(
+    owner: object, address: int, nbytes: int, there: Callable[[str], int] | None = None
+) -> memoryview:
+    """Memory of ``owner``, which lives as long as this.
+
+    Args:
+        there: the address, if it can change, of a value under a key that an error is to name.
+    """
     memory = _Memory.from_address(address)
     memory.of = owner  # type: ignore[attr-defined]  # keeps it alive
+    memory.there = there  # type: ignore[attr-defined]
     return memoryview(memory)[:nbytes].cast("B")
+
+
+def is_of_array(memory: memoryview) -> bool:
+    """Whether this is memory of an array of numpy, or of :func:`memory_of`."""
+    owner, numpy = _owner_of(memory), sys.modules.get("numpy")
+    return type(owner) is _Memory or (numpy is not None and type(owner) is numpy.ndarray)
+
+
+def _owner_of(memory: memoryview) -> object:
+    owner: object = memory.obj
+    while isinstance(owner, memoryview):  # a view of a pickle's buffer
+        owner = owner.obj
+    return owner
 
 
 # Of any size, because making a type for each takes longer than all the rest.
