@@ -41,11 +41,11 @@ _POLL_S = 0.0005
 _ARGUMENTS_BEGIN, _ARGUMENTS_END = 45, 46  # of /proc/self/stat, behind the name
 
 
-def _wait_for_order(asked: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def wait_for_order(asked: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Fork for each order; returns in what is forked, with its order and its descriptors."""
     while True:
         data, fds, _, _ = socket.recv_fds(asked, _LARGEST, _MOST_DESCRIPTORS)
-        if not data:  # the tests have ended
+        if not data:  # whoever asks has ended
             os._exit(0)
         between = os.fork()
         if not between:
@@ -110,7 +110,7 @@ if __name__ == "__main__":
             importlib.import_module(name)
     gc.freeze()
     connection = socket.socket(fileno=int(sys.argv[1]))
-    ordered, descriptors = _wait_for_order(connection)
+    ordered, descriptors = wait_for_order(connection)
     connection.close()
     code = _become(ordered, descriptors)
     gc.enable()

@@ -19,11 +19,12 @@ import signal
 import socket
 import sys
 import threading
-import time
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.interpreters.prepared import wait_for_order
 
 __all__ = ["have_twin", "run_to_the_end", "show"]
 
@@ -31,9 +32,6 @@ __all__ = ["have_twin", "run_to_the_end", "show"]
 _FORKED = ("from multiprocessing.spawn import", "from multiprocessing.forkserver import")
 _PR_SET_CHILD_SUBREAPER = 36  # of the kernel's include/uapi/linux/prctl.h
 _ENVIRONMENT_BEGIN, _ENVIRONMENT_END = 47, 48  # of /proc/self/stat, behind the name
-_LARGEST = 1 << 17
-_MOST_DESCRIPTORS = 64
-_POLL_S = 0.0005
 
 
 def have_twin() -> None:
@@ -76,24 +74,9 @@ def have_twin() -> None:
 
 def _serve(asked: socket.socket) -> None:
     """Fork for each order. Never returns."""
-    while True:
-        data, fds, _, _ = socket.recv_fds(asked, _LARGEST, _MOST_DESCRIPTORS)
-        if not data:  # the program has ended
-            os._exit(0)
-        between = os.fork()
-        if not between:
-            between = os.getpid()
-            if child := os.fork():
-                asked.send(str(child).encode())
-                os._exit(0)
-            while os.getppid() == between:
-                time.sleep(_POLL_S)
-            asked.close()
-            run_to_the_end(functools.partial(_become, json.loads(data), fds))
-        for fd in fds:
-            os.close(fd)
-        os.waitpid(between, 0)
-        asked.send(b"adopted")
+    order, fds = wait_for_order(asked)
+    asked.close()
+    run_to_the_end(functools.partial(_become, order, fds))
 
 
 def _become(order: dict[str, Any], fds: Sequence[int]) -> None:
