@@ -257,17 +257,11 @@ def kill_all(running: Callable[[], Iterable[int]], timeout: float) -> None:
         time.sleep(0.01)
 
 
-def _root(
-    pipe: Connection,
-    workers: int,
-    transport: str,
-    addresses: Sequence[str],
-    command: Sequence[str],
-) -> None:
+def _root(pipe: Connection, *arguments: Any) -> None:
     from tests.monarch.root import main  # imports Monarch
 
     os.chdir(_REPOSITORY)
-    main(pipe, workers, transport, addresses, command)
+    main(pipe, *arguments)
 
 
 def running() -> set[int]:
